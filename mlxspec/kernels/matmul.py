@@ -65,7 +65,7 @@ def _capacity(rows: int) -> int:
 def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
     """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix."""
     rows, k = x.shape
-    columns = len(weights.w)
+    columns = len(weights.weight)
     if matrix:
         kernel = SMALL_QMM_MATRIX
         threads = 32 * MATRIX_SIMDS
@@ -78,7 +78,7 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
         width = COLUMNS if split > 1 else 2 * COLUMNS
         template = {"M": _capacity(rows), "SPLIT": split}
     return kernel(
-        [x, weights.w, weights.scales, weights.biases],
+        [x, weights.weight, weights.scales, weights.biases],
         (threads * ceil(columns / width), 1, 1),
         (threads, 1, 1),
         [(rows, columns)],

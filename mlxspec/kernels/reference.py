@@ -224,10 +224,10 @@ def _turn(x: Array, n: int) -> Array:
 
 @dataclass(slots=True)
 class Weights:
-    """A quantized layer's arrays as from mx.quantize: w uint32 [N, K * bits / 32], scales and
-    biases [N, K / group_size]."""
+    """A quantized layer's arrays as from mx.quantize, or the layer itself: weight uint32
+    [N, K * bits / 32], scales and biases [N, K / group_size]."""
 
-    w: Array
+    weight: Array
     scales: Array
     biases: Array
     group_size: int
@@ -245,7 +245,7 @@ def small_qmm(
     """
     y = mx.gather_qmm(
         x.astype(mx.float32)[:, None],
-        weights.w[None],
+        weights.weight[None],
         weights.scales[None].astype(mx.float32),
         weights.biases[None].astype(mx.float32),
         rhs_indices=mx.zeros(len(x), mx.uint32),

@@ -15,7 +15,6 @@ from mlx.core import array as Array
 from mlxspec import log
 from mlxspec.kernels import matmul
 from mlxspec.kernels.metal import SMALLEST
-from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS
@@ -33,14 +32,8 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
     variant = KERNELS.variant(layer.case.name, prod(batch))
     if not variant or x.dtype != layer.scales.dtype:
         return otherwise(x)
-    weights = Weights(
-        layer.weight,
-        layer.scales,
-        layer.biases,
-        layer.group_size,
-        layer.bits,
-    )
-    y = matmul.small_qmm(x.reshape(-1, k), weights, variant == "matrix")
+    rows = x.reshape(-1, k)
+    y = matmul.small_qmm(rows, layer, variant == "matrix")
     y = y.reshape(*batch, -1)
     return y + layer["bias"] if "bias" in layer else y
 

@@ -76,8 +76,13 @@ def _supported(layer: Any) -> bool:
 
 def _case(layer: Any) -> Case:
     n, groups = layer.scales.shape
-    bits, group, dtype = layer.bits, layer.group_size, layer.scales.dtype
-    return matmul.small_qmm_case(n, groups * group, bits, group, dtype)
+    return matmul.small_qmm_case(
+        n,
+        groups * layer.group_size,
+        layer.bits,
+        layer.group_size,
+        layer.scales.dtype,
+    )
 
 
 def kernel_cases(

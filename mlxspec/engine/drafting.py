@@ -25,6 +25,7 @@ from mlxspec.model.runner import Runner
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
+from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
@@ -157,7 +158,7 @@ def _draft_model(engine: Engine, small: SmallModel, path: Path, table: list[int]
     runner.grow_on_demand(lambda: [pool.highest])
     seconds = one_row(runner, table)
     log.info("a small model drafts: %.1f ms a token; model: %s", 1e3 * seconds, path)
-    return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)
+    return DraftModel(runner, engine.vocab, DraftCosts(seconds), small.fit.vocab, small.context)
 
 
 def _attach(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import Accepted, Plan, Seq, Tap
+from mlxspec.types import Accepted, Plan, Seq
 
 Proposals = Mapping[Seq, Proposal]
 
@@ -17,13 +17,11 @@ Proposals = Mapping[Seq, Proposal]
 class Drafter(Protocol):
     """One way to draft: copies, a small model, a trained head. Engine thread only.
 
-    `name` is the source of its drafts, `taps` are the target's hidden states that it reads: each
-    step has them, [T, D], a vector for every row. A `lazy` drafter continues from tokens in flight,
-    so that the step which samples them need not be read first.
+    `name` is the source of its drafts. A `lazy` drafter continues from tokens in flight, so that
+    the step which samples them need not be read first.
     """
 
     name: str
-    taps: tuple[Tap, ...]
     lazy: bool
 
     def begin(self, seq: Seq) -> None:

@@ -3,9 +3,8 @@
 Rule: a pass is submitted before the next is built, and nothing is waited for.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -17,10 +16,6 @@ from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
 
 MAX_DEPTH = 8  # tokens that are drafted at most: each takes a pass
 MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
-
-# (sequences that want one more token, each as an entry that ends at its last one; these tokens if
-# they were drafted, int32 [n]; the shift of the entries) -> logits [n, vocab]
-NextLogits = Callable[[Plan, mx.array | None, Shift], mx.array]
 
 
 @dataclass(slots=True)
@@ -47,14 +42,17 @@ class DraftCosts:
 
 def proposals(
     source: str,
-    most: int,
+    seq: Seq,
+    depth: int,
     costs: DraftCosts,
-    temperature: float,
 ) -> list[Proposal]:
-    """Drafts of at most so many tokens that are drawn with the target's noise, and, at a
+    """Drafts of at most `depth` tokens that are drawn with the target's noise, and, at a
     temperature above 0, of the likeliest tokens, which a drafter less sure than its target guesses
     better. Each has rates of its own; the keys of the latter have negative positions."""
-    signs = (1, -1) if temperature > 0 else (1,)
+    most = min(depth, seq.room - 1)
+    if most < 1 or seq.remaining != 1:
+        return []
+    signs = (1, -1) if seq.request.sampling.temperature > 0 else (1,)
     made = []
     for sign in signs:
         keys = [(source, sign * (i + 1)) for i in range(most)]
@@ -94,37 +92,46 @@ def shift_after(previous: Step | None, entries: Plan) -> Shift:
     return previous.shift_of(entries)
 
 
-def logits_by_row(logits: mx.array) -> NextLogits:
-    """From logits [n, depth, vocab] that one pass made of all tokens."""
-    row = count()
-    return lambda entries, last, shift: logits[: len(entries), next(row)]
+@dataclass(slots=True)
+class Chain:
+    """Drafts of `drafting`, the deepest first, which are drawn one token after the other.
 
+    `entries` want one more token: each ends at its last one, of `tokens` int32 [n], and its
+    positions shift by `shift`. They are the first ones of `drafting`.
+    """
 
-def fill_drafts(
-    drafting: Sequence[Entry],
-    chosen: Proposals,
-    source: str,
-    shift: Shift,
-    next_logits: NextLogits,
-) -> None:
-    """Fill the drafts of entries, the deepest first, of which each further pass has the first.
-    Tokens are drawn with the target's noise of their positions."""
-    entries = drafting
-    samplings = [sampling_of(e.seq, chosen[e.seq]) for e in drafting]
-    passes: list[mx.array] = []
-    none = mx.zeros((0,), mx.int32)
-    while n := sum(e.depth > len(passes) for e in drafting):
-        last, part = None, None if shift is None else shift[:n]
-        entries = entries[:n]
-        if passes:
-            last = passes[-1][:n]
-            entries = [_next(e) for e in entries]
-        logits = next_logits(entries, last, part)
-        rows = [SampledRow(e, s, e.end) for e, s in zip(entries, samplings, strict=False)]
-        passes.append(sample(logits, rows, none, part).tokens)
-    for i, e in enumerate(drafting):
-        tokens = [sampled[i : i + 1] for sampled in passes[: e.depth]]
-        e.draft = Draft(mx.concatenate(tokens), source, chosen[e.seq].rate_keys)
+    drafting: list[Entry]
+    chosen: Proposals
+    source: str
+    shift: Shift
+    tokens: mx.array
+    entries: list[Entry] = field(init=False)
+    _samplings: list[Sampling] = field(init=False)
+    _drawn: list[mx.array] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.entries = self.drafting
+        self._samplings = [sampling_of(e.seq, self.chosen[e.seq]) for e in self.drafting]
+
+    def draw(self, logits: mx.array) -> None:
+        """Draw the next token of each entry from logits [n, vocab], with the target's noise of its
+        position. The last one fills the drafts."""
+        pairs = zip(self.entries, self._samplings, strict=False)
+        rows = [SampledRow(e, sampling, e.end) for e, sampling in pairs]
+        drawn = sample(logits, rows, mx.zeros((0,), mx.int32), self.shift).tokens
+        self._drawn.append(drawn)
+        n = sum(e.depth > len(self._drawn) for e in self.entries)
+        self.entries = [_next(e) for e in self.entries[:n]]
+        self.tokens = drawn[:n]
+        if self.shift is not None:
+            self.shift = self.shift[:n]
+        if not n:
+            self._fill()
+
+    def _fill(self) -> None:
+        for i, e in enumerate(self.drafting):
+            tokens = [drawn[i : i + 1] for drawn in self._drawn[: e.depth]]
+            e.draft = Draft(mx.concatenate(tokens), self.source, self.chosen[e.seq].rate_keys)
 
 
 def _next(e: Entry) -> Entry:

@@ -16,17 +16,17 @@ from mlx.nn import Module
 from mlxspec.model.batch import Shift, Step, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout
 from mlxspec.model.runner import Runner
-from mlxspec.speculate import Proposals
+from mlxspec.speculate import Drafter, Proposals
 from mlxspec.speculate.chain import (
     MAX_DEPTH,
     MAX_LAG,
+    Chain,
     DraftCosts,
     deepest_first,
-    fill_drafts,
     proposals,
     shift_after,
 )
-from mlxspec.speculate.controller import Proposal, corrected
+from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.followers import Follower
 from mlxspec.types import (
     Accepted,
@@ -34,7 +34,6 @@ from mlxspec.types import (
     Json,
     Plan,
     Seq,
-    Tap,
     UnsupportedModel,
     UserError,
 )
@@ -67,18 +66,17 @@ def fit_small(path: Path, model: Module, config: Json, target: LayoutChoice) -> 
 
 
 @dataclass(slots=True)
-class DraftModel:
+class DraftModel(Drafter):
     """`runner` runs the draft model over as many blocks as the target has; `vocab` is the width of
-    the target's logits; `seconds` is the cost of a drafted token. `own_vocab` and `context` are the
-    draft model's: ids beyond are read as its last, longer sequences get no draft."""
+    the target's logits. `own_vocab` and `context` are the draft model's: ids beyond are read as its
+    last, longer sequences get no draft."""
 
     runner: Runner
     vocab: int
-    seconds: float
+    costs: DraftCosts
     own_vocab: int = 1 << 31
     context: int = 1 << 31
     name: str = "model"
-    taps: tuple[Tap, ...] = ()
     lazy: bool = True
     # Without hidden states: the KV of the first `read` positions is written.
     _live: dict[Seq, Follower] = field(default_factory=dict)
@@ -90,31 +88,21 @@ class DraftModel:
     def end(self, seq: Seq) -> None:
         del self._live[seq]
 
-    def clear(self) -> None:
-        """Its blocks go with the prefix cache's."""
-
     def close(self) -> None:
         self._live.clear()
 
     def learn_seconds(self, seconds: float, depth: int) -> None:
-        self.seconds *= corrected(seconds / depth / self.seconds)
+        self.costs.learn(seconds, depth)
 
     def options(self, seq: Seq) -> list[Proposal]:
-        most = min(MAX_DEPTH, seq.room - 1)
-        if most < 1 or not self._ready(seq):
+        """None where it has yet to read more than the last few tokens."""
+        if seq.known + seq.inflight_drafts + MAX_DEPTH > self.context:
             return []
-        return proposals(
-            self.name, most, DraftCosts(self.seconds), seq.request.sampling.temperature
-        )
-
-    def _ready(self, seq: Seq) -> bool:
-        """Whether it can draft in the next step: it has read all but the last few tokens."""
-        end = seq.known + seq.inflight_drafts + MAX_DEPTH
-        if seq.remaining != 1 or end > self.context:
-            return False
         if seq.inflight_drafts:
-            return seq.flight[-1].draft.source == self.name
-        return seq.computed - self._follower(seq).read <= MAX_LAG
+            ready = seq.flight[-1].draft.source == self.name
+        else:
+            ready = seq.computed - self._follower(seq).read <= MAX_LAG
+        return proposals(self.name, seq, MAX_DEPTH, self.costs) if ready else []
 
     # ---- drafting ----------------------------------------------------------------------------
 
@@ -127,8 +115,7 @@ class DraftModel:
         """Read what is new, then fill the drafts, one pass for each further token. The deepest
         drafts come first, so that each pass has the first entries of the one before it."""
         drafting = deepest_first(plan, chosen)
-        others = [e for e in plan if e not in drafting]
-        reading = list(self._catch_up(others))
+        reading = list(self._catch_up([e for e in plan if e not in drafting]))
         entries = [self._unread(e) for e in drafting] + reading
         if not entries:
             return
@@ -137,12 +124,13 @@ class DraftModel:
         logits = self._forward(entries, ids, shift)
         for e in reading:
             self._live[e.seq].read = e.end
-
-        def next_logits(entries: Plan, last: Array | None, shift: Shift) -> Array:
-            found = logits if last is None else self._forward(entries, last, shift)
-            return self._widened(found)
-
-        fill_drafts(drafting, chosen, self.name, shift, next_logits)
+        if not drafting:
+            return
+        part = None if shift is None else shift[: len(drafting)]
+        chain = Chain(drafting, chosen, self.name, part, ids)
+        chain.draw(logits)
+        while chain.entries:
+            chain.draw(self._forward(chain.entries, chain.tokens, chain.shift))
 
     def _forward(
         self,
@@ -150,18 +138,18 @@ class DraftModel:
         ids: Array,
         shift: Shift,
     ) -> Array:
+        """Logits [n, vocab] of the sampled rows: -inf for tokens that the draft model lacks."""
         ids = mx.minimum(ids, self.own_vocab - 1)
-        return self.runner.forward_rows(plan, ids, shift)
+        logits = self.runner.forward_rows(plan, ids, shift)[:, : self.vocab]
+        lacking = self.vocab - logits.shape[-1]
+        return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
 
     def _unread(self, e: Entry) -> Entry:
         """The rows to read before the first token is drafted. With a draft in flight, its last
         token was not read if all of it is accepted: the row before the last known one is then read
         once more."""
-        start = self._live[e.seq].read
-        if e.inflight_drafts:
-            start = e.start - 1
-        end = e.start + e.count
-        return replace(e, start=start, count=end - start)
+        start = e.start - 1 if e.inflight_drafts else self._live[e.seq].read
+        return replace(e, start=start, count=e.start + e.count - start)
 
     def _catch_up(self, plan: Plan) -> Iterator[Entry]:
         """Prompts as the target reads them, and sequences that lag far behind; read tokens only."""
@@ -197,12 +185,6 @@ class DraftModel:
         rows = mx.array(inputs) + shift[mx.array(owners)]
         ids[mx.array(unread)] = previous.ids[rows]
         return ids
-
-    def _widened(self, logits: Array) -> Array:
-        """[n, vocab] of the draft model's logits."""
-        lacking = max(0, self.vocab - logits.shape[-1])
-        width = [(0, 0), (0, lacking)]
-        return mx.pad(logits[:, : self.vocab], width, constant_values=-mx.inf)
 
     # ---- what its blocks hold ----------------------------------------------------------------
 

@@ -7,13 +7,14 @@ that the host has read.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import eq
+from functools import partial
+from itertools import cycle, islice, takewhile
+from operator import eq, ne
 
 from mlxspec.model.batch import Step
-from mlxspec.speculate import Proposals
+from mlxspec.speculate import Drafter, Proposals
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq, Tap
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq
 
 LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest
 MAX_CANDIDATES = 12  # latest occurrences of an n-gram that are compared
@@ -101,17 +102,10 @@ class Index:
 
         A token's acceptance rate depends on the source and on the tokens that match if those before
         it are right."""
-        tokens: list[int] = []
-        keys = []
-        text = self.tokens[end + 1 : end + 1 + most]
-        for i in range(most):
-            token = text[i % len(text)]
-            if token == SEPARATOR:
-                break
-            tokens.append(token)
-            matching = bucket(match + i)
-            keys.append((source, matching))
-        return Proposal(source, rate_keys=keys, tokens=tuple(tokens))
+        text = cycle(self.tokens[end + 1 : end + 1 + most])
+        tokens = tuple(takewhile(partial(ne, SEPARATOR), islice(text, most)))
+        keys = [(source, bucket(match + i)) for i in range(len(tokens))]
+        return Proposal(source, rate_keys=keys, tokens=tokens)
 
 
 @dataclass(slots=True)
@@ -201,22 +195,19 @@ class Corpus:
 
 
 @dataclass(slots=True)
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Copies from the sequence itself and from past answers, and what a grammar forces."""
 
     corpus: Corpus = field(default_factory=Corpus)
     lookup: Callable[[Sequence[int]], Lookup] = Lookup
     name: str = "copy"
-    taps: tuple[Tap, ...] = ()
     lazy: bool = False
     _live: dict[Seq, Lookup] = field(default_factory=dict)
-    _proposals: dict[Seq, list[Proposal]] = field(default_factory=dict)
 
     def begin(self, seq: Seq) -> None:
         self._live[seq] = self.lookup(seq.request.prediction)
 
     def end(self, seq: Seq) -> None:
-        self._proposals.pop(seq, None)
         del self._live[seq]
         if seq.generated:
             context = seq.request.prompt[-CONTEXT:]
@@ -229,7 +220,19 @@ class NgramDrafter:
         self.corpus = Corpus(self.corpus.capacity)
 
     def options(self, seq: Seq) -> list[Proposal]:
-        return self._proposals.get(seq, [])
+        most = min(MAX_DEPTH, seq.room - 1)
+        if most < 1:
+            return []
+        context = seq.tokens[-MAX_MATCH:]
+        copies = [self._live[seq].propose(most), self.corpus.propose(context, most)]
+        forced: tuple[int, ...] = ()
+        if seq.matcher is not None:
+            forced = tuple(seq.matcher.forced(most))
+        found = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
+        if forced and not found:
+            keys = [FORCED for _ in forced]
+            found.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))
+        return found
 
     def draft(
         self,
@@ -238,8 +241,7 @@ class NgramDrafter:
         chosen: Proposals,
     ) -> None:
         for e in plan:
-            proposal = chosen.get(e.seq)
-            if proposal:
+            if proposal := chosen.get(e.seq):
                 tokens = proposal.tokens[: e.depth]
                 e.draft = Draft(tokens, proposal.source, proposal.rate_keys)
 
@@ -253,26 +255,6 @@ class NgramDrafter:
             if new.tokens:
                 lookup.advance(new.drafts)
             left -= lookup.feed(e.seq.tokens, left)
-            if e.samples:
-                self._proposals[e.seq] = self._propose(e.seq, lookup)
-
-    def learn_seconds(self, seconds: float, depth: int) -> None:
-        """Copying costs nothing."""
-
-    def _propose(self, seq: Seq, lookup: Lookup) -> list[Proposal]:
-        most = min(MAX_DEPTH, seq.room - 1)
-        if most < 1:
-            return []
-        context = seq.tokens[-MAX_MATCH:]
-        copies = [lookup.propose(most), self.corpus.propose(context, most)]
-        forced: tuple[int, ...] = ()
-        if seq.matcher is not None:
-            forced = tuple(seq.matcher.forced(most))
-        found = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
-        if forced and not found:
-            keys = [FORCED for _ in forced]
-            found.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))
-        return found
 
 
 def bucket(match: int) -> int:

@@ -14,15 +14,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
 
-from mlxspec.model.batch import Shift, fill_view
+from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import decoder_layers, trunk_of
-from mlxspec.speculate.chain import NextLogits
+from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
 from mlxspec.speculate.heads.tensors import load_tensors
-from mlxspec.types import Plan, UnsupportedModel
+from mlxspec.types import UnsupportedModel
 
 CENTROIDS, ORDERING = "centroids.weight", "token_ordering"
 
@@ -99,32 +99,19 @@ class AssistantPass(Pass):
         super().__init__(head, runner, View(view.block_size, blocks, {}), pages)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
-    def start(
-        self,
-        rows: Rows,
-        drafting: Plan,
-        tokens: Array,
-        shift: Shift,
-    ) -> NextLogits:
-        hidden = rows.newest_hidden(shift)
-        newest = [replace(e, start=e.start - 1) for e in drafting]  # with keys and values
+    def draft(self, rows: Rows, chain: Chain) -> None:
+        hidden = rows.newest_hidden(chain.shift)
+        newest = [replace(e, start=e.start - 1) for e in chain.entries]  # with keys and values
         pages = [self._lent(each) for each in self.read_from]
-
-        def next_logits(
-            entries: Plan,
-            last: Array | None,
-            shift: Shift,
-        ) -> Array:
-            nonlocal hidden
-            n = len(entries)
-            if last is None or n < len(hidden):
-                fill_view(self.view, newest[:n], shift, one_group=self.dense)
-            embedded = self.head.embed(tokens if last is None else last)
+        seen = 0  # sequences in the view
+        while n := len(chain.entries):
+            if seen != n:
+                fill_view(self.view, newest[:n], chain.shift, one_group=self.dense)
+                seen = n
+            embedded = self.head.embed(chain.tokens)
             out, hidden = self.head.module(embedded, hidden[:n], pages)
             mx.async_eval(out, hidden)
-            return self.head.lm_head(out)
-
-        return next_logits
+            chain.draw(self.head.lm_head(out))
 
     def _lent(self, pages: Pages) -> Pages:
         """The pages of a layer of the target, as this head sees them. To be dropped after a draft:

@@ -6,7 +6,6 @@ block's own K/V are never stored.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ import mlx.core as mx
 from mlxspec.kernels.reference import Blocks, block_array, gather
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages
-from mlxspec.speculate.chain import NextLogits
+from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
 from mlxspec.types import Plan
 
@@ -52,53 +51,31 @@ class BlockPass(Pass):
             self.head.module.store(rows.hidden, self.pages)
             self.submit()
 
-    def start(
-        self,
-        rows: Rows,
-        drafting: Plan,
-        tokens: mx.array,
-        shift: mx.array | None,
-    ) -> NextLogits:
+    def draft(self, rows: Rows, chain: Chain) -> None:
         self.read(rows)
-        hidden = self._block(drafting, tokens, shift)
+        depth = chain.entries[0].depth
+        hidden = self._block(chain, depth)
         logits = self.head.lm_head(hidden)
-        row = count()
+        for token in range(depth):
+            at = slice(len(chain.entries)), token
+            chain.draw(self.head.module.scores(logits[at], hidden[at], chain.tokens))
 
-        def next_logits(
-            entries: Plan,
-            last: mx.array | None,
-            shift: mx.array | None,
-        ) -> mx.array:
-            at = slice(len(entries)), next(row)
-            before = tokens if last is None else last
-            scores: mx.array = self.head.module.scores(logits[at], hidden[at], before)
-            return scores
-
-        return next_logits
-
-    def _block(
-        self,
-        drafting: Plan,
-        tokens: mx.array,
-        shift: mx.array | None,
-    ) -> mx.array:
+    def _block(self, chain: Chain, depth: int) -> mx.array:
         """The head's output [n, depth, D] in the rows that predict."""
-        module = self.head.module
+        module, drafting = self.head.module, chain.entries
         extra = 0 if module.from_anchor else 1
-        rows = drafting[0].depth + extra
+        rows = depth + extra
         masks = mx.full((len(drafting), rows - 1), module.mask, mx.int32)
         starts = mx.array([e.start for e in drafting])
-        if shift is not None:
-            starts = starts + shift
-        seen: dict[object, tuple[Blocks, mx.array]] = {}
+        if chain.shift is not None:
+            starts = starts + chain.shift
+        kinds = [(layer.window, layer.causal) for layer in module.layers]
+        seen = {kind: self._context(drafting, starts, rows, *kind) for kind in set(kinds)}
         caches = []
-        for layer, pages in zip(module.layers, self.pages, strict=True):
-            kind = layer.window, layer.causal
-            if kind not in seen:
-                seen[kind] = self._context(drafting, starts, rows, *kind)
+        for kind, pages in zip(kinds, self.pages, strict=True):
             blocks, mask = seen[kind]
             caches.append((mask, BlockCache(pages, blocks, starts)))
-        block = self.head.embed(mx.concatenate([tokens[:, None], masks], axis=1))
+        block = self.head.embed(mx.concatenate([chain.tokens[:, None], masks], axis=1))
         out: mx.array = module(block, caches)[:, extra:]
         mx.async_eval(out)
         return out

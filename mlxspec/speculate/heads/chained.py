@@ -13,9 +13,9 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.model.batch import Shift, bucket, fill_view, sampled_rows
-from mlxspec.speculate.chain import NextLogits, logits_by_row
+from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
-from mlxspec.types import Draft, Entry, Plan
+from mlxspec.types import Draft
 
 
 class ChainedPass(Pass):
@@ -28,30 +28,17 @@ class ChainedPass(Pass):
         head.module(rows, rows, caches)
 
     def read(self, rows: Rows) -> None:
-        self._forward(rows, None)
+        self._forward(rows)
 
-    def start(
-        self,
-        rows: Rows,
-        drafting: Plan,
-        tokens: Array,
-        shift: Shift,
-    ) -> NextLogits:
-        out = self._forward(rows, None)[rows.newest(shift)]
+    def draft(self, rows: Rows, chain: Chain) -> None:
+        out = self._forward(rows)[rows.newest(chain.shift)]
+        chain.draw(self.head.lm_head(out))
+        while chain.entries:
+            drafted = Rows(chain.entries, chain.tokens, out[: len(chain.entries)])
+            out = self._forward(drafted, chain.shift)
+            chain.draw(self.head.lm_head(out))
 
-        def next_logits(
-            entries: Plan,
-            last: Array | None,
-            shift: Shift,
-        ) -> Array:
-            nonlocal out
-            if last is not None:
-                out = self._forward(Rows(entries, last, out[: len(entries)]), shift)
-            return self.head.lm_head(out)
-
-        return next_logits
-
-    def _forward(self, rows: Rows, shift: Shift) -> Array:
+    def _forward(self, rows: Rows, shift: Shift = None) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that
         are alike."""
         view, hidden = self.view, rows.hidden
@@ -84,34 +71,25 @@ class ParallelPass(ChainedPass):
         super().__init__(head, *args)
         self._hidden = head.prepare(head.module.mask_hidden)
 
-    def start(
-        self,
-        rows: Rows,
-        drafting: Plan,
-        tokens: Array,
-        shift: Shift,
-    ) -> NextLogits:
-        mask = len(rows.tokens)
-        runs: list[Entry] = []
-        index: list[int] = []
-        behind: list[int] = []  # rows behind the first of the samples
-        owners: list[int] = []
-        row = 0
-        for n, (run, e) in enumerate(zip(rows.entries, drafting, strict=True)):
-            drafts = run.sampled + e.depth - 2
-            last = row + run.rows
-            index += [*range(row, last), *(mask for _ in range(1, e.depth))]
-            behind += range(run.sampled - run.rows, run.sampled + e.depth - 1)
-            runs.append(replace(run, draft=Draft([0 for _ in range(drafts)])))
-            owners += [n for _ in range(runs[-1].rows)]
-            row = last
-        places = mx.array(index)
-        if shift is not None:  # a rejected draft's row is a mask too
-            places = mx.where(mx.array(behind) > shift[mx.array(owners)], mask, places)
+    def draft(self, rows: Rows, chain: Chain) -> None:
+        depth, shift = chain.entries[0].depth, chain.shift
+        mask = len(rows.tokens)  # the place of the mask behind the rows
+        runs, places = [], []
+        first = 0
+        for n, (run, e) in enumerate(zip(rows.entries, chain.entries, strict=True)):
+            masked = Draft([0 for _ in range(run.sampled + e.depth - 2)])
+            runs.append(replace(run, draft=masked))
+            newest = run.rows - run.sampled + (0 if shift is None else shift[n])
+            row = mx.arange(runs[-1].rows)
+            places.append(mx.where(row > newest, mask, first + row))  # so is a rejected draft's
+            first += run.rows
+        at = mx.concatenate(places)
+        tokens = mx.concatenate([rows.tokens, mx.array([self.head.module.mask])])
         hidden = mx.concatenate([rows.hidden, self._hidden])
-        all_tokens = mx.concatenate([rows.tokens, mx.array([self.head.module.mask])])
-        made = Rows(runs, all_tokens[places], hidden[places])
-        out = self._forward(made, None)
-        at = made.newest(shift)[:, None] + mx.arange(drafting[0].depth)
-        wanted = out[mx.minimum(at, len(out) - 1).flatten()]  # shallower drafts have fewer rows
-        return logits_by_row(self.head.lm_head(wanted).reshape(*at.shape, -1))
+        made = Rows(runs, tokens[at], hidden[at])
+        out = self._forward(made)
+        wanted = made.newest(shift)[:, None] + mx.arange(depth)
+        wanted = mx.minimum(wanted, len(out) - 1)  # shallower drafts have fewer rows
+        logits = self.head.lm_head(out[wanted.flatten()]).reshape(*wanted.shape, -1)
+        for token in range(depth):
+            chain.draw(logits[: len(chain.entries), token])

@@ -14,12 +14,12 @@ import mlx.core as mx
 from mlxspec.model.batch import Step, build_inputs
 from mlxspec.model.pages import DensePages, Pages, View
 from mlxspec.model.runner import Runner
-from mlxspec.speculate import Proposals
+from mlxspec.speculate import Drafter, Proposals
 from mlxspec.speculate.calibrate import unused_seq
 from mlxspec.speculate.chain import (
+    Chain,
     DraftCosts,
     deepest_first,
-    fill_drafts,
     proposals,
     shift_after,
 )
@@ -29,14 +29,13 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Accepted, Entry, Plan, Seq, Tap
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Drafts with a HeadModel for the target that `runner` runs."""
 
     lazy = True
 
     def __init__(self, head: HeadModel, runner: Runner) -> None:
         self.name = head.name
-        self.taps: tuple[Tap, ...] = ()
         self.head = head
         self.runner = runner
         self.costs = DraftCosts()
@@ -80,14 +79,8 @@ class HeadDrafter:
         if not self.runner.states.layers:
             self.use(())
 
-    def clear(self) -> None:
-        """Its blocks go with the prefix cache's."""
-
     def options(self, seq: Seq) -> list[Proposal]:
-        most = min(self.head.depth, seq.room - 1)
-        if most < 1 or seq.remaining != 1 or seq not in self._followers.live:
-            return []
-        return proposals(self.name, most, self.costs, seq.request.sampling.temperature)
+        return proposals(self.name, seq, self.head.depth, self.costs)
 
     def draft(
         self,
@@ -103,8 +96,7 @@ class HeadDrafter:
         shift = shift_after(previous, drafting)
         rows = self._followers.unread(drafting, previous, self._hidden(previous))
         tokens = build_inputs(drafting, previous, shift)
-        next_logits = self._pass.start(rows, drafting, tokens, shift)
-        fill_drafts(drafting, chosen, self.name, shift, next_logits)
+        self._pass.draft(rows, Chain(drafting, chosen, self.name, shift, tokens))
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         rows = self._followers.observe(step, self._hidden(step), accepted)

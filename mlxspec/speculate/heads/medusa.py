@@ -10,13 +10,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.model.batch import Shift
 from mlxspec.model.trunk import embedding_and_lm_head
-from mlxspec.speculate.chain import NextLogits
+from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
 from mlxspec.speculate.heads.tensors import load_tensors
-from mlxspec.types import Plan
 
 
 class ResBlock(nn.Module):
@@ -48,28 +46,15 @@ class Medusa(nn.Module):
 class MedusaPass(Pass):
     """`head.module` is a Medusa."""
 
-    def start(
-        self,
-        rows: Rows,
-        drafting: Plan,
-        tokens: mx.array,
-        shift: Shift,
-    ) -> NextLogits:
-        hidden = rows.newest_hidden(shift)
+    def draft(self, rows: Rows, chain: Chain) -> None:
+        hidden = rows.newest_hidden(chain.shift)
         heads = iter(self.head.module.heads)
-
-        def next_logits(
-            entries: Plan,
-            last: mx.array | None,
-            shift: Shift,
-        ) -> mx.array:
-            x = hidden[: len(entries)]
+        while chain.entries:
+            x = hidden[: len(chain.entries)]
             for layer in next(heads):
                 x = layer(x)
             self.submit(x)
-            return x
-
-        return next_logits
+            chain.draw(x)
 
 
 def load_medusa(files: HeadFiles, target: nn.Module) -> HeadModel:

@@ -15,8 +15,8 @@ from mlxspec.model import attention
 from mlxspec.model.batch import Shift, sampled_rows
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
-from mlxspec.speculate.chain import MAX_DEPTH, NextLogits
-from mlxspec.types import FINAL_NORM, Entry, Plan, Tap
+from mlxspec.speculate.chain import MAX_DEPTH, Chain
+from mlxspec.types import FINAL_NORM, Entry, Tap
 
 
 @dataclass(slots=True)
@@ -65,16 +65,9 @@ class Pass:
     def read(self, rows: Rows) -> None:
         """Write K and V of rows that stand."""
 
-    def start(
-        self,
-        rows: Rows,
-        drafting: Plan,
-        tokens: Array,
-        shift: Shift,
-    ) -> NextLogits:
-        """Read the rows that were not read yet, up to the newest token's of each sequence. Returns
-        what makes the logits of `drafting[0].depth` tokens: of these entries, the deepest first,
-        whose newest tokens are `tokens` int32 [entries]."""
+    def draft(self, rows: Rows, chain: Chain) -> None:
+        """Read the rows that were not read yet, up to the newest token's of each sequence of the
+        chain, and draw all its tokens."""
         raise NotImplementedError
 
     def submit(self, out: Array | tuple[()] = ()) -> None:

@@ -61,11 +61,8 @@ class AcceptanceRate:
     _seen: dict[Key, tuple[float, float, int]] = field(default_factory=dict)  # hits, tries, round
 
     def of(self, key: Key) -> float:
-        prior = self.prior(key)
-        if key not in self._seen:
-            return prior
         hits, tries = self._faded(key)
-        return (hits + PRIOR * prior) / (tries + PRIOR)
+        return (hits + PRIOR * self.prior(key)) / (tries + PRIOR)
 
     def learn(self, key: Key, accepted: bool) -> None:
         hits, tries = self._faded(key)
@@ -165,12 +162,10 @@ class Controller:
         base = len(stats)
         curve = self.costs.curve(base + MAX_ROWS, context, mode).tolist()
         plain = self.costs.step(base, context, "overlap")
-        divide = share
         if self.padded:  # each further token of the longest draft is a row of every sequence
             curve = curve[: base - 1] + curve[base - 1 :: base]
-            divide = share_padded
         picked = [_best(some, curve, base) for some in options]
-        depths = divide(picked, curve, plain)
+        depths = share(picked, curve, plain, self.padded)
         if not any(depths):
             for i, option in enumerate(picked):
                 if option is None:
@@ -227,15 +222,21 @@ def _best(options: Sequence[Proposal], curve: Curve, base: int) -> Proposal | No
     return max(options, key=speed, default=None)
 
 
-def share(options: Sequence[Proposal | None], curve: Curve, plain: float) -> list[int]:
+def share(
+    options: Sequence[Proposal | None],
+    curve: Curve,
+    plain: float,
+    padded: bool = False,
+) -> list[int]:
     """How many tokens to draft for each sequence, for the most expected tokens per second.
 
-    `curve[r - 1]` are the seconds of a drafting step with r rows, `plain` those of one without
-    drafts; each sequence takes one row anyway. A model drafts for all sequences at once: one token
-    more costs its seconds once, and its fixed cost is paid once.
+    `plain` are the seconds of a step without drafts, `curve[r - 1]` those of a drafting one with r
+    rows; each sequence takes one row anyway. If `padded`, shorter drafts may as well be as long as
+    the longest, and all tokens of a depth count as one row of the curve. A model drafts for all
+    sequences at once: one token more costs its seconds once, and its fixed cost is paid once.
     """
     base = len(options)
-    positions = []  # (chance that it is reached and accepted, sequence, passes of a model)
+    positions = []  # (order, depth, chance to be reached and accepted, sequence, a model's passes)
     seconds = fixed = 0.0
     for i, option in enumerate(options):
         if option is None:
@@ -246,8 +247,9 @@ def share(options: Sequence[Proposal | None], curve: Curve, plain: float) -> lis
         for depth, rate in enumerate(option.rates, 1):
             reached *= rate
             passes = depth if option.seconds or option.fixed else 0
-            positions.append((reached, i, passes))
-    positions.sort(key=lambda position: -position[0])
+            order = depth if padded else -reached
+            positions.append((order, depth, reached, i, passes))
+    positions.sort()
     best = [0 for _ in options]
     best_speed = base / plain
     for passes in sorted({needed for *_, needed in positions}):
@@ -255,45 +257,17 @@ def share(options: Sequence[Proposal | None], curve: Curve, plain: float) -> lis
         depths = [0 for _ in options]
         tokens = float(base)
         rows = base
-        for reached, i, needed in positions:
-            if needed > passes or rows == len(curve):
+        for _, depth, reached, i, needed in positions:
+            row = base + depth if padded else rows + 1
+            if needed > passes or row > len(curve):
                 continue
+            rows = row
             depths[i] += 1
             tokens += reached
-            speed = tokens / (curve[rows] + drafting)
-            rows += 1
+            speed = tokens / (curve[rows - 1] + drafting)
             if speed > best_speed:
                 best = depths.copy()
                 best_speed = speed
-    return best
-
-
-def share_padded(
-    options: Sequence[Proposal | None],
-    curve: Curve,
-    plain: float,
-) -> list[int]:
-    """As `share`, where shorter drafts are padded to the longest, so they may as well be as long.
-    `curve[base - 1 + n]` are the seconds of a step whose longest draft has n tokens."""
-    base = len(options)
-    best = [0 for _ in options]
-    best_speed = base / plain
-    depths = best.copy()
-    reached = [1.0 for _ in options]
-    tokens = float(base)
-    for step in curve[base:]:
-        drafting = 0.0
-        for i, option in enumerate(options):
-            if option is None:
-                continue
-            if depths[i] < len(option.rates):
-                reached[i] *= option.rates[depths[i]]
-                depths[i] += 1
-                tokens += reached[i]
-            drafting = max(drafting, option.fixed + option.seconds * depths[i])
-        speed = tokens / (step + drafting)
-        if speed > best_speed:
-            best, best_speed = depths.copy(), speed
     return best
 
 

@@ -51,7 +51,7 @@ class Proposer:
             self._ask(drafter, drafter.begin, seq)
 
     def end(self, seq: Seq) -> None:
-        self._stats.pop(seq, None)
+        del self._stats[seq]
         for drafter in self.drafters:
             self._ask(drafter, drafter.end, seq)
 
@@ -96,16 +96,14 @@ class Proposer:
         return depths
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
-        drafting = [e for e in plan if e.depth and e.seq in self._chosen]
+        chosen = {e.seq: self._chosen[e.seq] for e in plan if e.depth}
         for drafter in self.drafters:
-            mine = [e.seq for e in drafting if self._chosen[e.seq].drafter is drafter]
-            chosen = {seq: self._chosen[seq] for seq in mine}
-            self._ask(drafter, drafter.draft, plan, previous, chosen)
-            if drafter in self.drafters:
-                continue
-            for e in drafting:  # it may have failed half way
-                if e.seq in chosen:
-                    e.draft = Draft()
+            mine = {seq: each for seq, each in chosen.items() if each.drafter is drafter}
+            self._ask(drafter, drafter.draft, plan, previous, mine)
+            if drafter not in self.drafters:  # it may have failed half way
+                for e in plan:
+                    if e.seq in mine:
+                        e.draft = Draft()
 
     def _overlaps(self) -> bool:
         """Whether steps with drafts are submitted before the step in front of them is read."""
@@ -119,7 +117,6 @@ class Proposer:
         """The sequences for which something should be drafted, and how many tokens of what.
         Drafters that are not lazy are asked only for sequences that have tokens `in_flight`, as if
         these were read, or only for others."""
-        seqs = [seq for seq in seqs if seq in self._stats]
         stats = [self._stats[seq] for seq in seqs]
         options = [self._options(seq, in_flight) for seq in seqs]
         lazy = [proposal.drafter.lazy for some in options for proposal in some]
@@ -179,10 +176,9 @@ class Proposer:
         if seconds > 0:
             self._learn_costs(step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):
-            stats = self._stats.get(e.seq)
-            if stats and new.tokens and e.seq.finish is None:
+            if new.tokens and e.seq.finish is None:
                 keys = e.draft.rate_keys[: len(e.draft)]
-                self.control.learn(stats, keys, new.drafts)
+                self.control.learn(self._stats[e.seq], keys, new.drafts)
         for drafter in self.drafters:
             self._ask(drafter, drafter.observe, step, accepted)
 

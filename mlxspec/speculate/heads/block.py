@@ -15,7 +15,7 @@ from mlx.core import array as Array
 
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.pages import Pages
-from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head, trunk_of
+from mlxspec.model.trunk import decoder_layers, trunk_of
 from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
@@ -26,6 +26,7 @@ from mlxspec.speculate.heads.tensors import (
     flat_config,
     load_module,
     mask_of,
+    sizes_of,
 )
 from mlxspec.types import Json, UnsupportedModel
 
@@ -264,8 +265,7 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
             raise UnsupportedModel(
                 f"the head in {files.path} has {name} = {config[name]}, which is not supported"
             )
-    embed, _ = embedding_and_lm_head(target)
-    width = embed(mx.array([0])).shape[-1]
+    width, _ = sizes_of(target)
     dspark = bool(config.get("markov_rank"))
     taps = tuple(config["target_layer_ids"])
     module = Block(config, len(taps), width)

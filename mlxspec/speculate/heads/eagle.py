@@ -5,8 +5,6 @@ Reads the speculators format and the authors' own. Drafts may come from a reduce
 P-EAGLE (arXiv 2602.01469) puts a learned vector in the place of hidden states that are not there.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,17 +12,17 @@ import mlx.nn as nn
 from mlx.core import array as Array
 
 from mlxspec.model.layers import decoder_layer
-from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
+from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
     IGNORED,
-    Vocabulary,
     check_taps,
     flat_config,
     load_module,
     mask_of,
+    sizes_of,
 )
 from mlxspec.types import Json, Tap
 
@@ -121,8 +119,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
     config = flat_config(files.config)
     tensors = {name.replace("midlayer.", "layers.0."): x for name, x in files.tensors.items()}
-    embed, _ = embedding_and_lm_head(target)
-    width = embed(mx.array([0])).shape[-1]
+    width, _ = sizes_of(target)
     has = len(decoder_layers(target))
     taps = _taps(config, has)
     check_taps(files, taps, has)
@@ -135,9 +132,12 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     ignored = IGNORED if own else (*IGNORED, "embed_tokens.")
     tensors = {name: x for name, x in tensors.items() if not name.startswith(ignored)}
     embed, lm_head, vocabulary = load_module(files, module, tensors, size, target)
-    logits = Logits(module.normed, lm_head, vocabulary)
     if parallel:
         module.mask = mask_of(files, config, embed)
+
+    def logits(out: Array) -> Array:
+        return vocabulary(lm_head(module.normed(out)))
+
     return HeadModel(
         "peagle" if parallel else "eagle3",
         ParallelPass if parallel else ChainedPass,
@@ -156,15 +156,3 @@ def _taps(config: Json, layers: int) -> tuple[Tap, ...]:
     eagle = config.get("eagle_config") or {}
     ids = config.get(AUX_LAYERS) or eagle.get(AUX_LAYERS) or (2, layers // 2, layers - 3)
     return tuple(i - 1 for i in ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """Logits [n, vocab] of a head's output [n, D]."""
-
-    norm: Callable[[Array], Array]
-    lm_head: Callable[[Array], Array]
-    vocabulary: Vocabulary
-
-    def __call__(self, out: Array) -> Array:
-        return self.vocabulary(self.lm_head(self.norm(out)))

@@ -14,7 +14,7 @@ from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
-from mlxspec.speculate.heads.tensors import load_tensors
+from mlxspec.speculate.heads.tensors import load_tensors, sizes_of
 
 
 class ResBlock(nn.Module):
@@ -59,9 +59,7 @@ class MedusaPass(Pass):
 
 def load_medusa(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel."""
-    embed, lm_head = embedding_and_lm_head(target)
-    size = embed(mx.array([0])).shape[-1]
-    vocab = lm_head(mx.zeros((1, size))).shape[-1]
+    size, vocab = sizes_of(target)
     places = [name.split(".") for name in files.tensors]
     heads = 1 + max(int(place[0]) for place in places)
     blocks = max(int(place[1]) for place in places)
@@ -71,8 +69,7 @@ def load_medusa(files: HeadFiles, target: nn.Module) -> HeadModel:
         "medusa",
         MedusaPass,
         module,
-        embed,
-        lm_head,
+        *embedding_and_lm_head(target),
         width=size,
         kv_layers=0,
         depth=heads,

@@ -69,6 +69,13 @@ def _is_float(x: Array) -> bool:
     return bool(mx.issubdtype(x.dtype, mx.floating))
 
 
+def sizes_of(target: nn.Module) -> tuple[int, int]:
+    """A model's hidden size, and of how many tokens its logits are. Raises UnsupportedModel."""
+    embed, lm_head = embedding_and_lm_head(target)
+    example = embed(mx.array([0]))
+    return example.shape[-1], lm_head(example).shape[-1]
+
+
 def check_taps(
     files: HeadFiles,
     taps: Sequence[Tap],
@@ -106,8 +113,7 @@ def vocabulary_of(
 ) -> Vocabulary:
     """What the logits of a head's lm_head, which reads hidden states of this width, stand for.
     Raises UnsupportedModel for a head of other tokens: MLX does not check indices."""
-    embed, own = embedding_and_lm_head(target)
-    size = own(embed(mx.array([0]))).shape[-1]
+    _, size = sizes_of(target)
     rows = lm_head(mx.zeros((1, width))).shape[-1]
     added = files.tensors.get("d2t")
     ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))

@@ -19,14 +19,14 @@ from mlxspec.types import Json, OutOfMemory, Request, Sampling, UserError
 
 blas.load()
 
-from mlxspec.commands.bench import run_group  # noqa: E402  after BLAS
+from mlxspec.commands.bench import Task, prompt_of, run_group  # noqa: E402  after BLAS
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import release_memory  # noqa: E402
 from mlxspec.model.hub import cache_of, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
-from mlxspec.text.chat import Tokenizer, encode, render_chat  # noqa: E402
+from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
 from mlxspec.training.collect import PARALLEL, Prompt, collect  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
 from mlxspec.training.run import KINDS, Training, drop_others, install, new_head, save_head  # noqa: E402
@@ -149,7 +149,7 @@ def _train(
     )
     trainer, config = _new_trainer(model, options, learned, len(training.plan))
     print(f"training on {sum(map(len, learned))} tokens in {len(training.plan)} steps")
-    kept = training.run(trainer, server.wait).kept
+    kept = training.run(trainer, server.wait)
     save_head(trainer, config, made, about | {"kept": kept})
     return measured[:COMPARED]
 
@@ -183,13 +183,10 @@ def _prompts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Pro
 
 
 def _prompt(tokenizer: Tokenizer, subject: str, text: str) -> Prompt:
-    if tokenizer.has_chat_template:
-        ids = render_chat(tokenizer, [{"role": "user", "content": text}])
-    else:
-        ids = encode(tokenizer, text)
     key = key_of(text)
+    ids = prompt_of(Task(key, text), tokenizer)
     temperature = 0.0 if int(key, 16) % 2 else WARM
-    return Prompt(key, tuple(ids), temperature, held_out(subject))
+    return Prompt(key, ids, temperature, held_out(subject))
 
 
 def _new_trainer(
@@ -249,12 +246,9 @@ def _answers(
 
 def _seconds_per_token(engine: Engine) -> float:
     """Of PARALLEL answers at a time."""
-    for n in range(PARALLEL):
-        engine.add(Request(f"try-{n}", (n + 1, n + 2), TRIED))
+    requests = [Request(f"try-{n}", (n + 1, n + 2), TRIED) for n in range(PARALLEL)]
     began = time.perf_counter()
-    while engine.busy:
-        engine.step()
-    engine.reset()
+    run_group(engine, engine.proposer, requests)
     return (time.perf_counter() - began) / (PARALLEL * TRIED)
 
 

@@ -4,7 +4,7 @@ Rule: prompts are answered in their order until the answers are long enough toge
 kept when it ends, so a run that was stopped goes on with the next one.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxspec.engine.engine import Engine
@@ -41,12 +41,16 @@ def collect(
     known = file.read()
     running: dict[str, tuple[Prompt, list[int]]] = {}
     while True:
-        while len(running) < PARALLEL and (prompt := _next(prompts, known, running, wanted)):
+        for prompt in _needed(prompts, known, wanted):
+            if len(running) == PARALLEL:
+                break
+            if prompt.key in known or prompt.key in running:
+                continue
             running[prompt.key] = prompt, []
             sampling = Sampling(prompt.temperature, seed=int(prompt.key, 16) & MASK)
             engine.add(Request(prompt.key, prompt.tokens, ANSWER, sampling, stop_tokens))
         if not running:
-            return _first(prompts, known, wanted)
+            return {p.key: known[p.key] for p in _needed(prompts, known, wanted)}
         report(min(sum(map(len, known.values())), wanted), wanted)
         wait()
         for output in engine.step():
@@ -60,35 +64,15 @@ def collect(
                 file.append(prompt.key, known[prompt.key])
 
 
-def _next(
-    prompts: Sequence[Prompt],
-    known: Mapping[str, Sample],
-    running: Container[str],
-    wanted: int,
-) -> Prompt | None:
-    """The first prompt without an answer, unless those before it have enough tokens."""
-    tokens = 0
-    for prompt in prompts:
-        if tokens >= wanted:
-            return None
-        if prompt.key in known:
-            tokens += len(known[prompt.key])
-        elif prompt.key not in running:
-            return prompt
-    return None
-
-
-def _first(
+def _needed(
     prompts: Sequence[Prompt],
     known: Mapping[str, Sample],
     wanted: int,
-) -> dict[str, Sample]:
-    """Answers in the order of their prompts, until they have `wanted` tokens together."""
-    found: dict[str, Sample] = {}
+) -> Iterator[Prompt]:
+    """The first prompts, until those of them that are answered have `wanted` tokens together."""
     tokens = 0
     for prompt in prompts:
         if tokens >= wanted:
-            break
-        found[prompt.key] = known[prompt.key]
-        tokens += len(known[prompt.key])
-    return found
+            return
+        yield prompt
+        tokens += len(known.get(prompt.key, ()))

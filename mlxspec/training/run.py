@@ -29,7 +29,7 @@ from mlxspec.training.dspark import dspark_config, dspark_drafts, dspark_tensors
 from mlxspec.training.eagle import eagle_config, eagle_drafts, eagle_tensors
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
-from mlxspec.training.trainer import Acceptance, Trainer, batches
+from mlxspec.training.trainer import Trainer, batches
 from mlxspec.types import Json, line_of
 
 SAVE_S = 60.0  # between two saves of the state, at least
@@ -84,9 +84,9 @@ class Training:
         tokens = json.dumps([options, *(s.tokens for batch in self.plan for s in batch)])
         self.digest = blake2b(tokens.encode()).hexdigest()
 
-    def run(self, trainer: Trainer, wait: Callable[[], None]) -> Acceptance:
-        """Go on from the saved state, or begin. Returns the acceptance on held-out samples. Raises
-        OSError."""
+    def run(self, trainer: Trainer, wait: Callable[[], None]) -> list[float]:
+        """Go on from the saved state, or begin. Returns what `measure` says of held-out samples at
+        the end. Raises OSError."""
         self._resume(trainer)
         due = time.monotonic() + SAVE_S
         found = None
@@ -108,11 +108,11 @@ class Training:
             self._save(trainer)
         return found or trainer.measure(self.held_out)
 
-    def _measured(self, trainer: Trainer, loss: float) -> Acceptance:
+    def _measured(self, trainer: Trainer, loss: float) -> list[float]:
         found = trainer.measure(self.held_out)
         print(
             f"step {trainer.done} of {len(self.plan)}: loss {loss:.2f},"
-            f" {found.tokens_per_round:.2f} tokens a round on held-out answers",
+            f" {1 + sum(found):.2f} tokens a round on held-out answers",
             flush=True,
         )
         return found

@@ -10,6 +10,8 @@ import mlx.nn as nn
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.pages import View
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head, install_taps, trunk_of
+from mlxspec.speculate.heads.files import flat
+from mlxspec.speculate.heads.tensors import sizes_of
 from mlxspec.training.samples import Sample
 from mlxspec.types import Json, Tap, UnsupportedModel
 
@@ -37,15 +39,12 @@ class Target:
     def __init__(self, model: nn.Module, name: str, config: Json) -> None:
         self.name = name
         self.model = model
-        inner = config.get("text_config")
-        self.config = config | (inner if isinstance(inner, dict) else {})
+        self.config = flat(config)
         self.trunk = trunk_of(model)
-        self.embed, self._lm_head = embedding_and_lm_head(model)
+        embed, self._lm_head = embedding_and_lm_head(model)
         self.layers = len(decoder_layers(model))
-        example = self.embed(mx.array([0]))
-        self.width: int = example.shape[-1]
-        self.vocab: int = self._lm_head(example).shape[-1]
-        self.dtype = example.dtype
+        self.width, self.vocab = sizes_of(model)
+        self.dtype = embed(mx.array([0])).dtype
         self._view = View(1, {None: 1}, {None: 1})
 
     # ---- what a batch of it is ---------------------------------------------------------------
@@ -60,11 +59,9 @@ class Target:
         """Samples side by side, computed."""
         length = max(len(s.tokens) for s in samples)
         tokens = mx.array([s.tokens + [0] * (length - len(s.tokens)) for s in samples])
-        at = mx.arange(length)
-        first = mx.array([[s.first] for s in samples])
-        last = mx.array([[len(s.tokens) - 1] for s in samples])
-        following = mx.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
-        learned = (at + 1 >= first) & (at < last)
+        after = range(1, length + 1)
+        learned = mx.array([[s.first <= i < len(s.tokens) for i in after] for s in samples])
+        following = mx.roll(tokens, -1, axis=1)
         logits: Any = self.model(tokens)
         taps = mx.concatenate([self._view.tapped[t] for t in self._view.taps], axis=-1)
         self._view.tapped.clear()
@@ -125,7 +122,9 @@ class Target:
         """What all kinds begin with beside their layers: `fc` passes the last hidden state on."""
         size = self.width
         last = mx.concatenate([mx.zeros((size, 2 * size)), mx.eye(size)], axis=1)
-        return {"fc.weight": last, "norm.weight": self.final_norm()}
+        norm = _weight(self.trunk.get("norm", {}))
+        scales = mx.ones(size) if norm is None else norm.astype(mx.float32)
+        return {"fc.weight": last, "norm.weight": scales}
 
     def last_layer(self, config: Json) -> dict[str, mx.array]:
         """Weights fp32 for a decoder layer with this config, by their names in it: those of the
@@ -140,12 +139,6 @@ class Target:
             else:
                 made[name] = mx.random.normal(own.shape, scale=START, key=mx.random.key(len(made)))
         return made
-
-    def final_norm(self) -> mx.array:
-        """The weight of the norm before lm_head, fp32 [D]; ones where it has another form."""
-        norm = self.trunk.get("norm")
-        weight = _weight(norm) if isinstance(norm, nn.Module) else None
-        return mx.ones(self.width) if weight is None else weight.astype(mx.float32)
 
     def lm_head_rows(self, ids: mx.array) -> mx.array:
         """[len(ids), D]: what lm_head multiplies hidden states with for these tokens."""

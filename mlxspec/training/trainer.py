@@ -7,8 +7,6 @@ tokens count less (EAGLE-3, arXiv 2503.01840).
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -64,17 +62,6 @@ def batches(samples: Sequence[Sample], seed: str) -> list[list[Sample]]:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """How often drafts are right: `kept[i]`: the share of drafts with more than i right tokens."""
-
-    kept: list[float]
-
-    @property
-    def tokens_per_round(self) -> float:
-        return 1 + sum(self.kept)
-
-
 class Trainer:
     """A head and its optimizer. `steps`: of all epochs, for the learning rate; `done`: those that
     were made."""
@@ -92,9 +79,7 @@ class Trainer:
         self.done = 0
         head.module.lm_head.freeze()
         flat: Any = tree_flatten(head.module.trainable_parameters())
-        self.weights: Any = tree_unflatten(
-            [(name, w.astype(mx.float32)) for name, w in sorted(flat, key=itemgetter(0))]
-        )
+        self.weights: Any = tree_unflatten([(n, w.astype(mx.float32)) for n, w in sorted(flat)])
         # Muon learns as much from half the answers; weight decay would be larger than a gradient.
         muon = optim.Muon(_schedule(MATRIX_RATE, steps), weight_decay=0)
         others = optim.AdamW(_schedule(VECTOR_RATE, steps), betas=[0.9, 0.95])
@@ -114,14 +99,15 @@ class Trainer:
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         made: Any = tree_flatten(self.optimizer.apply_gradients(grads, self.weights))
         # Sorted: the norm of all gradients is summed in this order, and MultiOptimizer's varies.
-        self.weights = tree_unflatten(sorted(made, key=itemgetter(0)))
+        self.weights = tree_unflatten(sorted(made))
         self._use(self.weights)
         self.done += 1  # before the wait, in which Ctrl-C comes
         mx.eval(self.weights, self.optimizer.state, loss)
         return float(np.array(loss))
 
-    def measure(self, samples: Sequence[Sample]) -> Acceptance:
-        """Of held-out samples, with the target's likeliest tokens as the right ones."""
+    def measure(self, samples: Sequence[Sample]) -> list[float]:
+        """The share of drafts of held-out samples with more than 0, 1, ... right tokens: the
+        target's likeliest ones."""
         right: defaultdict[int, float] = defaultdict(float)
         tried = 0.0
         for group in batches(samples, "held out"):
@@ -134,7 +120,7 @@ class Trainer:
                 same = logits.argmax(axis=-1) == best[:, positions]
                 alive = alive * same * batch.weight[:, positions]
                 right[i] += float(np.array(alive.sum()))
-        return Acceptance([count / max(1.0, tried) for count in right.values()])
+        return [count / max(1.0, tried) for count in right.values()]
 
     def _loss(self, weights: Any, batch: Batch) -> mx.array:
         self._use(weights)
@@ -170,7 +156,7 @@ class Trainer:
         return dict(flat) | {"done": mx.array(self.done)}
 
     def resume(self, state: Mapping[str, mx.array]) -> None:
-        tree: Any = tree_unflatten(sorted(state.items(), key=itemgetter(0)))
+        tree: Any = tree_unflatten(sorted(state.items()))
         self.done = int(np.array(tree["done"]))
         self.weights = tree["weights"]
         self.optimizer.state = tree["optimizer"]

@@ -20,7 +20,6 @@ from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
-    IGNORED,
     Vocabulary,
     check_taps,
     flat_config,
@@ -274,9 +273,9 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     tensors = {_named(name): x for name, x in files.tensors.items()}
     size = config["hidden_size"]
     # What a confidence head says of a draft comes too late for it: see NOTES.md.
-    ignored = *IGNORED, "confidence_head"
-    tensors = {name: x for name, x in tensors.items() if not name.startswith(ignored)}
-    embed, lm_head, module.vocabulary = load_module(files, module, tensors, size, target)
+    ignored = ("confidence_head",)
+    loaded = load_module(files, module, tensors, size, target, ignored)
+    embed, lm_head, module.vocabulary = loaded
     mask_of(files, config, embed)
     scale = getattr(trunk_of(target), "embed_scale", 1)
     if scale != 1 and "embed_tokens" not in module:

@@ -17,7 +17,6 @@ from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
-    IGNORED,
     check_taps,
     flat_config,
     load_module,
@@ -129,9 +128,8 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     if parallel:
         module.mask_hidden = tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     own = config.get("embed_requires_grad", parallel) or size != width
-    ignored = IGNORED if own else (*IGNORED, "embed_tokens.")
-    tensors = {name: x for name, x in tensors.items() if not name.startswith(ignored)}
-    embed, lm_head, vocabulary = load_module(files, module, tensors, size, target)
+    ignored = () if own else ("embed_tokens.",)
+    embed, lm_head, vocabulary = load_module(files, module, tensors, size, target, ignored)
     if parallel:
         module.mask = mask_of(files, config, embed)
 

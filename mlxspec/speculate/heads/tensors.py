@@ -48,13 +48,16 @@ def load_module(
     tensors: dict[str, Array],
     size: int,
     target: nn.Module,
+    ignored: tuple[str, ...] = (),
 ) -> tuple[Any, Any, "Vocabulary"]:
     """As `load_tensors`, in the target's precision, also an embedding and an lm_head where the
-    tensors hold them. Returns those that the head drafts with, its own or the target's, and what
-    its logits stand for. `size` is that of its hidden states."""
+    tensors hold them, and without those whose names begin as `ignored` ones do. Returns those that
+    the head drafts with, its own or the target's, and what its logits stand for. `size` is that of
+    its hidden states."""
     embed, lm_head = embedding_and_lm_head(target)
     dtype = embed(mx.array([0])).dtype  # two in one product would convert the weights every time
-    tensors = {n: x.astype(dtype) if _is_float(x) else x for n, x in tensors.items()}
+    kept = {n: x for n, x in tensors.items() if not n.startswith((*IGNORED, *ignored))}
+    tensors = {n: x.astype(dtype) if _is_float(x) else x for n, x in kept.items()}
     if "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(len(tensors["embed_tokens.weight"]), size)
     if "lm_head.weight" in tensors:

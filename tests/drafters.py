@@ -14,7 +14,7 @@ from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
 from mlxspec.speculate import Proposals
-from mlxspec.speculate.chain import deepest_first
+from mlxspec.speculate.chain import DraftCosts, deepest_first
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
 from mlxspec.speculate.heads import load_head, read_weights
@@ -22,7 +22,7 @@ from mlxspec.speculate.heads.block import Block
 from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.drafter import HeadDrafter
-from mlxspec.speculate.heads.eagle import Eagle3, Logits
+from mlxspec.speculate.heads.eagle import Eagle3
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.medusa import Medusa, MedusaPass
 from mlxspec.speculate.heads.model import HeadModel
@@ -30,7 +30,7 @@ from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.heads.tensors import Vocabulary
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Entry, Plan, Request
+from mlxspec.types import Entry, Plan, Request, Seq
 from tests import tiny
 from tests.heads.assistant import random_assistant
 from tests.heads.packagings import SIDECAR
@@ -61,6 +61,11 @@ class Silent:
     def propose(self, *_: Any) -> None: ...
 
 
+class WithoutLookup(NgramDrafter):
+    def begin(self, seq: Seq) -> None:
+        self._live[seq] = Silent()  # type: ignore[assignment]
+
+
 def partly_wrong(answer: list[int]) -> mx.array:
     """An answer with every seventh token wrong, and more after its end: drafts may reach beyond."""
     told = [(t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(answer)]
@@ -73,6 +78,7 @@ class KnownAnswers:
 
     def __init__(self, answers: Answers, block_size: int) -> None:
         self.answers, self.view = answers, SimpleNamespace(block_size=block_size)
+        self.caches: list[Any] = []
 
     def forward_rows(self, plan: list[Entry], ids: mx.array, shift: mx.array | None) -> mx.array:
         assert ids.size == sum(e.rows for e in plan)
@@ -157,9 +163,11 @@ def _random_eagle(model: Any, kind: str) -> HeadModel:
         drafts, head.mask = ParallelPass, 3
         head.mask_hidden = mx.random.normal((1, len(taps) * config["hidden_size"]))
     ids = mx.arange(0, tiny.VOCAB, 2)
-    logits = Logits(
-        _sharpened(head).normed, lambda x: lm_head(x)[:, ids], Vocabulary(ids, tiny.VOCAB)
-    )
+    normed, vocabulary = _sharpened(head).normed, Vocabulary(ids, tiny.VOCAB)
+
+    def logits(out: mx.array) -> mx.array:
+        return vocabulary(lm_head(normed(out))[:, ids])
+
     width = len(taps) * config["hidden_size"]
     return HeadModel(kind, drafts, head, embed, logits, width, taps, head.prepare)
 
@@ -248,12 +256,11 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
         own = small
         if not isinstance(small, KnownAnswers):
             own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size)
-        model = DraftModel(own, tiny.VOCAB, row)
-    copying = NgramDrafter()
+        model = HeadDrafter(DraftModel(own, tiny.VOCAB).head(), e.runner)
+        model.costs = DraftCosts(row)
+    copying = NgramDrafter() if kind in ("lookup", "chain") else WithoutLookup()
     if kind not in ("suffix", "chain"):
         copying.corpus = Silent()  # type: ignore[assignment]
-    if kind not in ("lookup", "chain"):
-        copying.lookup = Silent  # type: ignore[assignment]
     drafters: list[Any] = [copying, model] if model else [copying]
     return _propose(e, drafters, row)
 

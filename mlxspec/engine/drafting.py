@@ -25,7 +25,6 @@ from mlxspec.model.runner import Runner
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
-from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
@@ -52,7 +51,7 @@ class Drafting:
     head: HeadModel | None = None
     files: dict[str, Any] | None = None  # the small model's config.json
     fitted: SmallModel | None = None
-    # What the content of the model's blocks depends on: K/V of a head that runs lie in them.
+    # What the content of the model's blocks depends on: K/V of what drafts lie in them.
     facts: dict[str, str] = field(default_factory=dict)
     nbytes: int = 0  # of the weights
 
@@ -140,7 +139,7 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     if costs:
         drafters: list[Drafter] = [NgramDrafter()]
         if drafting.fitted:
-            drafters.append(_draft_model(engine, drafting.fitted, drafting.path, table))
+            drafters.append(_draft_model(engine, drafting, drafting.fitted, table))
         if head := _attach(engine, drafting, table, costs, cache):
             drafters.append(head)
         padded = engine.runner.layout != "rows"
@@ -152,13 +151,18 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     pool.highest = highest  # the measurement left nothing worth keeping
 
 
-def _draft_model(engine: Engine, small: SmallModel, path: Path, table: list[int]) -> DraftModel:
+def _draft_model(
+    engine: Engine, drafting: Drafting, small: SmallModel, table: list[int]
+) -> HeadDrafter:
     pool = engine.scheduler.pool
     runner = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
-    runner.grow_on_demand(lambda: [pool.highest])
-    seconds = one_row(runner, table)
-    log.info("a small model drafts: %.1f ms a token; model: %s", 1e3 * seconds, path)
-    return DraftModel(runner, engine.vocab, DraftCosts(seconds), small.fit.vocab, small.context)
+    model = DraftModel(runner, engine.vocab, small.fit.vocab, small.context)
+    drafter = HeadDrafter(model.head(), engine.runner)
+    drafter.measure(table)
+    drafting.facts = {"draft": fingerprint(drafting.path, {})}
+    ms = 1e3 * drafter.costs.token
+    log.info("a small model drafts: %.1f ms a token; model: %s", ms, drafting.path)
+    return drafter
 
 
 def _attach(

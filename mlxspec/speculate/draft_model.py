@@ -1,44 +1,23 @@
-"""A small model of the same vocabulary that drafts for a large one.
+"""A small model of the same vocabulary that drafts for a large one: for the drafter it is a head that
+reads tokens and no hidden states.
 
 Rule: its KV lies under the target's block ids, in pools of its own, so that a prefix hit serves
-both. It draws with the target's noise, and never waits for the device: what a step in flight will
-bring is taken lazily from it.
+both. What a step in flight will bring is taken lazily from it.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.core import array as Array
 from mlx.nn import Module
 
-from mlxspec.model.batch import Shift, Step, build_inputs, starts_of
+from mlxspec.model.batch import Shift, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout
-from mlxspec.model.runner import Runner
-from mlxspec.speculate import Drafter, Proposals
-from mlxspec.speculate.chain import (
-    MAX_DEPTH,
-    MAX_LAG,
-    Chain,
-    DraftCosts,
-    deepest_first,
-    proposals,
-    shift_after,
-)
-from mlxspec.speculate.controller import Proposal
-from mlxspec.speculate.heads.followers import Follower
-from mlxspec.types import (
-    Accepted,
-    Entry,
-    Json,
-    Plan,
-    Seq,
-    UnsupportedModel,
-    UserError,
-)
-
-CATCH_UP = 256  # rows that it reads in one step, besides a prompt's own
+from mlxspec.model.runner import Runner, flat_caches
+from mlxspec.speculate.chain import MAX_DEPTH, Chain
+from mlxspec.speculate.heads.model import HeadModel, Pass, Rows, unchanged
+from mlxspec.types import UNLIMITED, Json, Plan, Seq, UnsupportedModel, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,74 +44,18 @@ def fit_small(path: Path, model: Module, config: Json, target: LayoutChoice) -> 
     return SmallModel(model, fit, context_of(config))
 
 
-@dataclass(slots=True)
-class DraftModel(Drafter):
+@dataclass(frozen=True, slots=True)
+class DraftModel:
     """`runner` runs the draft model over as many blocks as the target has; `vocab` is the width of
     the target's logits. `own_vocab` and `context` are the draft model's: ids beyond are read as its
     last, longer sequences get no draft."""
 
     runner: Runner
     vocab: int
-    costs: DraftCosts
-    own_vocab: int = 1 << 31
-    context: int = 1 << 31
-    name: str = "model"
-    lazy: bool = True
-    # Without hidden states: the KV of the first `read` positions is written.
-    _live: dict[Seq, Follower] = field(default_factory=dict)
-    _filled: dict[int, bytes] = field(default_factory=dict)  # block -> key of what was read into it
+    own_vocab: int = UNLIMITED
+    context: int = UNLIMITED
 
-    def begin(self, seq: Seq) -> None:
-        self._live[seq] = Follower()
-
-    def end(self, seq: Seq) -> None:
-        del self._live[seq]
-
-    def close(self) -> None:
-        self._live.clear()
-
-    def learn_seconds(self, seconds: float, depth: int) -> None:
-        self.costs.learn(seconds, depth)
-
-    def options(self, seq: Seq) -> list[Proposal]:
-        """None where it has yet to read more than the last few tokens."""
-        if seq.known + seq.inflight_drafts + MAX_DEPTH > self.context:
-            return []
-        if seq.inflight_drafts:
-            ready = seq.flight[-1].draft.source == self.name
-        else:
-            ready = seq.computed - self._follower(seq).read <= MAX_LAG
-        return proposals(self.name, seq, MAX_DEPTH, self.costs) if ready else []
-
-    # ---- drafting ----------------------------------------------------------------------------
-
-    def draft(
-        self,
-        plan: Plan,
-        previous: Step | None,
-        chosen: Proposals,
-    ) -> None:
-        """Read what is new, then fill the drafts, one pass for each further token. The deepest
-        drafts come first, so that each pass has the first entries of the one before it."""
-        drafting = deepest_first(plan, chosen)
-        reading = list(self._catch_up([e for e in plan if e not in drafting]))
-        entries = [self._unread(e) for e in drafting] + reading
-        if not entries:
-            return
-        shift = shift_after(previous, entries)
-        ids = self._inputs(entries, previous, shift)
-        logits = self._forward(entries, ids, shift)
-        for e in reading:
-            self._live[e.seq].read = e.end
-        if not drafting:
-            return
-        part = None if shift is None else shift[: len(drafting)]
-        chain = Chain(drafting, chosen, self.name, part, ids)
-        chain.draw(logits)
-        while chain.entries:
-            chain.draw(self._forward(chain.entries, chain.tokens, chain.shift))
-
-    def _forward(
+    def __call__(
         self,
         plan: Plan,
         ids: Array,
@@ -144,72 +67,54 @@ class DraftModel(Drafter):
         lacking = self.vocab - logits.shape[-1]
         return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
 
-    def _unread(self, e: Entry) -> Entry:
-        """The rows to read before the first token is drafted. With a draft in flight, its last
-        token was not read if all of it is accepted: the row before the last known one is then read
-        once more."""
-        start = e.start - 1 if e.inflight_drafts else self._live[e.seq].read
-        return replace(e, start=start, count=e.start + e.count - start)
+    def head(self) -> HeadModel:
+        """What drafts with it."""
+        return HeadModel(
+            "model",
+            DraftPass,
+            self,
+            unchanged,
+            unchanged,
+            width=0,
+            taps=(),
+            slot_offset=0,
+        )
 
-    def _catch_up(self, plan: Plan) -> Iterator[Entry]:
-        """Prompts as the target reads them, and sequences that lag far behind; read tokens only."""
-        left = CATCH_UP
-        for e in plan:
-            read = self._follower(e.seq).read
-            prompt = e.count if e.count > 1 else 0
-            known = min(len(e.seq.tokens) - 1, e.start + prompt)
-            lag = min(known, self.context) - read
-            count = min(lag, left + prompt)
-            if count > 0 and (prompt or lag >= MAX_LAG):
-                left = max(0, left - count)
-                yield Entry(e.seq, read, count, False)
 
-    def _inputs(
-        self,
-        entries: Plan,
-        previous: Step | None,
-        shift: Shift,
-    ) -> Array:
-        """Input tokens int32 [T]; those in flight are taken lazily from `previous`."""
-        ids = build_inputs(entries, previous, shift)
-        if previous is None or shift is None:
-            return ids
-        starts = starts_of(entries)
-        unread, inputs, owners = [], [], []
-        for n, e in enumerate(entries):
-            if e.inflight_drafts:
-                unread.append(starts[e] + e.count - 2)
-                first = previous.rows[previous.first_row[e.seq]]
-                inputs.append(first.first_input)
-                owners.append(n)
-        rows = mx.array(inputs) + shift[mx.array(owners)]
-        ids[mx.array(unread)] = previous.ids[rows]
-        return ids
+class DraftPass(Pass):
+    """`head.module` is a DraftModel."""
 
-    # ---- what its blocks hold ----------------------------------------------------------------
+    def __init__(self, head: HeadModel, runner: Runner) -> None:
+        self.model: DraftModel = head.module
+        own = self.model.runner
+        own.view.allocated = runner.view.allocated  # the target's runner grows its pools
+        self.pages = flat_caches(own.caches)
 
-    def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
-        """Of what it wrote ahead, the accepted part stands."""
-        for e, new in zip(step.plan, accepted, strict=True):
-            if e.seq.finish is not None:
-                continue
-            live = self._follower(e.seq)
-            if e.draft.source == self.name:
-                right = min(len(e.draft), len(new.tokens))
-                live.read = e.start + right
-            full = live.read // self.runner.view.block_size
-            blocks = zip(e.seq.table[:full], e.seq.block_hashes, strict=False)
-            self._filled.update(blocks)
+    def can_draft(self, seq: Seq) -> bool:
+        """Not behind another's drafts in flight, which it would have to read."""
+        if seq.inflight_drafts and seq.flight[-1].draft.source != "model":
+            return False
+        return seq.known + seq.inflight_drafts + MAX_DEPTH <= self.model.context
 
-    def _follower(self, seq: Seq) -> Follower:
-        """How far the sequence was read. Where it has new blocks, those from the prefix cache may
-        have been read before."""
-        live = self._live[seq]
-        if live.table is not seq.table:
-            live.table, live.read = seq.table, 0
-            for block, key in zip(seq.table, seq.block_hashes, strict=False):
-                if self._filled.get(block) != key:
-                    break
-                live.read += self.runner.view.block_size
-            live.read = min(live.read, max(0, seq.computed - 1))
-        return live
+    def read(self, rows: Rows) -> None:
+        entries = [e for e in rows.entries if e.end <= self.model.context]
+        if entries:
+            self.model(entries, build_inputs(entries, None, None), None)
+
+    def draft(self, rows: Rows, chain: Chain) -> None:
+        first = starts_of(rows.entries)
+        unread = {run.seq: run for run in rows.entries}
+        entries, ids = [], []
+        for n, e in enumerate(chain.entries):
+            count = 0  # rows before the newest token's
+            if run := unread.get(e.seq):
+                at, count = first[run], run.rows
+                if e.inflight_drafts and chain.shift is not None:
+                    # It drafted them: of those accepted, only the last may be unread.
+                    at, count = at + run.count - 1 + chain.shift[n], 1
+                ids.append(rows.tokens[at + mx.arange(count)])
+            ids.append(chain.tokens[n : n + 1])
+            entries.append(replace(e, start=e.start - count, count=1 + count))
+        chain.draw(self.model(entries, mx.concatenate(ids), chain.shift))
+        while chain.entries:
+            chain.draw(self.model(chain.entries, chain.tokens, chain.shift))

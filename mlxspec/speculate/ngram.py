@@ -5,7 +5,7 @@ Rule: to add a token and to find the longest earlier match take constant time. A
 that the host has read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice, takewhile
@@ -199,13 +199,12 @@ class NgramDrafter(Drafter):
     """Copies from the sequence itself and from past answers, and what a grammar forces."""
 
     corpus: Corpus = field(default_factory=Corpus)
-    lookup: Callable[[Sequence[int]], Lookup] = Lookup
     name: str = "copy"
     lazy: bool = False
     _live: dict[Seq, Lookup] = field(default_factory=dict)
 
     def begin(self, seq: Seq) -> None:
-        self._live[seq] = self.lookup(seq.request.prediction)
+        self._live[seq] = Lookup(seq.request.prediction)
 
     def end(self, seq: Seq) -> None:
         del self._live[seq]
@@ -217,7 +216,7 @@ class NgramDrafter(Drafter):
         self.clear()
 
     def clear(self) -> None:
-        self.corpus = Corpus(self.corpus.capacity)
+        self.corpus = Corpus()
 
     def options(self, seq: Seq) -> list[Proposal]:
         most = min(MAX_DEPTH, seq.room - 1)

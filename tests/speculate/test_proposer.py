@@ -13,7 +13,7 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate.controller import Costs
-from mlxspec.speculate.draft_model import DraftModel
+from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.ngram import FIRST_RATE, bucket
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Seq
@@ -84,7 +84,7 @@ class Traced:
                 copies(self.chain).corpus.add(teach.prompt[-8:], truth(replace(teach, n=1), i))
             copies(self.chain).corpus.index(10**6)
         if small_model(self.chain):
-            small_model(self.chain).seconds = each or row
+            small_model(self.chain).costs.token = each or row
         self.engine.trace = self._trace
 
     def _trace(self, event: str, step: int) -> None:
@@ -327,7 +327,7 @@ def test_a_cancel_between_any_two_rounds(kind: str, at: int) -> None:
     seen = tiny.tokens(got, "gone")
     assert seen == truth(gone)[: len(seen)] and tiny.tokens(got, "stays") == truth(stays)
     assert e.scheduler.pool.used == 0 and not run.chain._stats and not copies(run.chain)._live
-    assert not small_model(run.chain) or not small_model(run.chain)._live
+    assert not small_model(run.chain) or not small_model(run.chain)._followers.live
     assert tiny.tokens(run(replace(gone, id="again")), "again") == truth(gone)
 
 
@@ -387,7 +387,7 @@ def test_a_model_that_raises_leaves_copies(
         for i, name in enumerate("ab")
     ]
     run = Traced("chain", each=1e-6)
-    own = getattr(DraftModel, verb)
+    own = getattr(HeadDrafter, verb)
 
     def fails(*args: Any) -> Any:
         if not any(source == "model" for drafts in run.drafted.values() for source, _ in drafts):
@@ -396,7 +396,7 @@ def test_a_model_that_raises_leaves_copies(
             own(*args)  # half way
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr(DraftModel, verb, fails)
+    monkeypatch.setattr(HeadDrafter, verb, fails)
     out = run(*some)
     for r in some:
         assert tiny.tokens(out, r.id) == truth(r)

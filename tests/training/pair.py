@@ -2,12 +2,14 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxspec.model.layout import load, load_weights
+from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.training.run import KINDS
@@ -57,18 +59,14 @@ def served(path: Path, prompt: list[int], depth: int) -> tuple[list[int], list[i
     e, drafter = kinds.engine(path)
     found: list[mx.array] = []
 
-    class Recorded(drafter.head.pass_type):  # type: ignore[name-defined,misc]
-        def start(self, *args: Any) -> Any:
-            inner = super().start(*args)
+    draw = Chain.draw
 
-            def next_logits(*args: Any) -> mx.array:
-                found.append(inner(*args))
-                return found[-1]
+    def recorded(self: Chain, logits: mx.array) -> None:
+        found.append(logits)
+        draw(self, logits)
 
-            return next_logits
-
-    drafter.head.pass_type = Recorded
-    run = runs.run(e, HeadDrafter(drafter.head, e.runner), depth, [prompt])
+    with mock.patch.object(Chain, "draw", recorded):
+        run = runs.run(e, HeadDrafter(drafter.head, e.runner), depth, [prompt])
     first = run.rounds[0][0]
     assert len(first.draft) == depth
     logits = mx.concatenate(found[:depth])[:, mx.array(list(VOCABULARY))]

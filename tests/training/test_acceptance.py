@@ -55,7 +55,7 @@ def test_it_learns_as_much_as_a_head_that_was_trained_at_length(
     trainer = Trainer(made, own, KINDS["eagle3"].drafts, len(training.plan))
     before = trainer.measure(held_out)
     after = training.run(trainer, lambda: None)
-    print(f"kept {before.kept} before, {after.kept} after, {expected.kept} by the other head")
-    assert before.kept[0] < 0.1
-    assert after.kept[0] >= 0.9 * expected.kept[0]
-    assert after.tokens_per_round >= 0.9 * expected.tokens_per_round
+    print(f"kept {before} before, {after} after, {expected} by the other head")
+    assert before[0] < 0.1
+    assert after[0] >= 0.9 * expected[0]
+    assert 1 + sum(after) >= 0.9 * (1 + sum(expected))

@@ -87,16 +87,11 @@ class Assistant(nn.Module):
 class AssistantPass(Pass):
     """`head.module` is an Assistant."""
 
-    def __init__(
-        self,
-        head: HeadModel,
-        runner: Runner,
-        view: View,
-        pages: Sequence[Pages],
-    ) -> None:
+    def __init__(self, head: HeadModel, runner: Runner) -> None:
+        super().__init__(head, runner)
         # A sliding layer sees what the newest token would, less that token itself.
         blocks = {window and window - 1: n for window, n in runner.view.num_blocks.items()}
-        super().__init__(head, runner, View(view.block_size, blocks, {}), pages)
+        self.view = View(runner.view.block_size, blocks, {})
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
     def draft(self, rows: Rows, chain: Chain) -> None:

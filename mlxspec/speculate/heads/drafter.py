@@ -12,7 +12,6 @@ from functools import partial
 import mlx.core as mx
 
 from mlxspec.model.batch import Step, build_inputs
-from mlxspec.model.pages import DensePages, Pages, View
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import Drafter, Proposals
 from mlxspec.speculate.calibrate import unused_seq
@@ -24,7 +23,7 @@ from mlxspec.speculate.chain import (
     shift_after,
 )
 from mlxspec.speculate.controller import Proposal
-from mlxspec.speculate.heads.followers import Follower, Followers, joined
+from mlxspec.speculate.heads.followers import Followers, ReadState, joined
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Accepted, Entry, Plan, Seq, Tap
 
@@ -40,22 +39,13 @@ class HeadDrafter(Drafter):
         self.runner = runner
         self.costs = DraftCosts()
         self.on_close: Callable[[], None] = lambda: None  # ends what others do for it
-        target = runner.view
-        view = View(
-            target.block_size,
-            {None: target.num_blocks[None]},
-            target.allocated,
-            first=head.slot_offset,
-        )
-        make = DensePages if runner.layout == "gather" else Pages  # its layers are like the model's
-        pages = [make(view, None) for _ in range(head.kv_layers)]
-        runner.adopt(pages)
+        self._pass = head.pass_type(head, runner)
+        runner.adopt(self._pass.pages)
         self.use(head.taps)
-        self._pass = head.pass_type(head, runner, view, pages)
-        self._followers = Followers(head.slot_offset, target.block_size, self._before)
+        self._followers = Followers(head.slot_offset, runner.view.block_size, self._before)
 
     def begin(self, seq: Seq) -> None:
-        self._followers.live[seq] = Follower()
+        self._followers.live[seq] = ReadState()
 
     def end(self, seq: Seq) -> None:
         del self._followers.live[seq]
@@ -80,6 +70,8 @@ class HeadDrafter(Drafter):
             self.use(())
 
     def options(self, seq: Seq) -> list[Proposal]:
+        if not self._pass.can_draft(seq):
+            return []
         return proposals(self.name, seq, self.head.depth, self.costs)
 
     def draft(
@@ -132,7 +124,7 @@ class HeadDrafter(Drafter):
         dtype = self.head.embed(mx.array([0])).dtype
         hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
         read = context - 1 + self.head.slot_offset
-        self._followers.live[seq] = Follower(read, [hidden], table)
+        self._followers.live[seq] = ReadState(read, [hidden], table)
         entry = Entry(seq, context, 1, True, depth=depth)
         began = time.perf_counter()
         self.draft([entry], None, {seq: Proposal(self.name)})

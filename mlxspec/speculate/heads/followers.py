@@ -17,7 +17,7 @@ from mlxspec.types import Accepted, Draft, Entry, Plan, Seq
 
 
 @dataclass(slots=True)
-class Follower:
+class ReadState:
     """One sequence: its rows in the slots before `read` are right, and `hidden` are the hidden
     states [n, D] of the rows from there on."""
 
@@ -35,7 +35,7 @@ class Followers:
     slot_offset: int
     block_size: int
     before: Callable[[Entry], list[Array]] = lambda entry: []
-    live: dict[Seq, Follower] = field(default_factory=dict)
+    live: dict[Seq, ReadState] = field(default_factory=dict)
 
     def place(self, plan: Plan) -> None:
         """Find the sequences that have new blocks. Before each step's drafts."""
@@ -92,9 +92,9 @@ class Followers:
         first = starts_of(step.plan)
         due = []
         for e, new in zip(step.plan, accepted, strict=True):
-            live = self.live.get(e.seq)
+            live = self.live[e.seq]
             ends = new.finish is not None and e.seq.finish == new.finish
-            if live is None or live.table is None or not (ends or live.table is e.seq.table):
+            if live.table is None or not (ends or live.table is e.seq.table):
                 continue
             end = e.start + e.count + new.drafts
             if live.step is step:

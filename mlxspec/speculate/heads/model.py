@@ -13,10 +13,10 @@ from mlx.core import array as Array
 
 from mlxspec.model import attention
 from mlxspec.model.batch import Shift, sampled_rows
-from mlxspec.model.pages import Pages, View
+from mlxspec.model.pages import DensePages, Pages, View
 from mlxspec.model.runner import Runner, pools_of
 from mlxspec.speculate.chain import MAX_DEPTH, Chain
-from mlxspec.types import FINAL_NORM, Entry, Tap
+from mlxspec.types import FINAL_NORM, Entry, Seq, Tap
 
 
 @dataclass(slots=True)
@@ -45,22 +45,25 @@ class Pass:
     submitted before it returns, so that the next may write the pages in place. `pages` are the
     head's own, `runner` the target's."""
 
-    def __init__(
-        self,
-        head: "HeadModel",
-        runner: Runner,
-        view: View,
-        pages: Sequence[Pages],
-    ) -> None:
+    pages: list[Pages]
+
+    def __init__(self, head: "HeadModel", runner: Runner) -> None:
+        target = runner.view
+        blocks = {None: target.num_blocks[None]}
         self.head = head
-        self.view = view
-        self.pages = pages
+        self.view = View(target.block_size, blocks, target.allocated, first=head.slot_offset)
         self.dense = runner.layout == "gather"
+        make = DensePages if self.dense else Pages  # its layers are like the model's
+        self.pages = [make(self.view, None) for _ in range(head.kv_layers)]
         attention.install(head.module)
 
     @staticmethod
     def fill(head: "HeadModel", caches: Sequence[Any]) -> None:
         """Build a pass on mlx-lm's caches, one for each of the head's own layers."""
+
+    def can_draft(self, seq: Seq) -> bool:
+        """Whether it can draft behind this sequence's newest token."""
+        return True
 
     def read(self, rows: Rows) -> None:
         """Write K and V of rows that stand."""

@@ -24,7 +24,7 @@ from mlxspec.model.quantized import kernel_cases, linear_cases
 from mlxspec.model.runner import Runner
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
-from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
+from mlxspec.speculate.calibrate import MEASURED, calibrate, time_step
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
@@ -186,7 +186,8 @@ def _attach(
                 cache.taps = {key: _choose_tap(engine, head, costs)}
             head.use((cache.taps[key],))
         if kv.states is not None:
-            one_row(engine.runner, table)  # shows what a state holds before one comes from the disk
+            # Shows what a state holds before one comes from the disk.
+            time_step(engine.runner, table, 1, 1)
     except Exception:  # mlx-lm's modules with the head's weights
         log.exception("decoding without a head: it cannot run")
         for n in range(TRIED_ANSWERS):

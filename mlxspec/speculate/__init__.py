@@ -49,12 +49,14 @@ class Drafter(Protocol):
 
     def learn_seconds(self, seconds: float, depth: int) -> None:
         """Drafting `depth` tokens took so long."""
+        return None
 
     def end(self, seq: Seq) -> None:
         """The sequence has finished or was aborted."""
 
     def clear(self) -> None:
-        """Drop what is remembered of sequences that ended."""
+        """Drop what is remembered of sequences that ended, beside what lies in blocks."""
+        return None
 
     def close(self) -> None:
         """It failed and is not asked again: let go of all that it holds."""

@@ -47,17 +47,6 @@ def calibrate(
     return Costs(contexts, GRID, (low, high))
 
 
-def one_row(
-    runner: Runner,
-    table: list[int],
-) -> float:
-    """Seconds of a step with one row after a short context. The first compiles, so it is left
-    out."""
-    context = min(CONTEXTS[0], len(table) * runner.view.block_size - 2)
-    _time(runner, table, context, 1)
-    return min(_time(runner, table, context, 1) for _ in range(3))
-
-
 def _measure(
     runner: Runner,
     table: list[int],
@@ -70,19 +59,19 @@ def _measure(
     least = 2 if mx.metal.is_available() else 1
     best = np.full((2, len(GRID)), np.inf)
     total = TURNS * len(GRID)
-    _time(runner, table, contexts[0], 1)
+    time_step(runner, table, contexts[0], 1)
     for done in range(total):
         report(done, total)
         turn, j = divmod(done, len(GRID))
         if turn >= least and time.perf_counter() > until:
             break
         for i, context in enumerate(contexts):
-            seconds = _time(runner, table, context, GRID[j])
+            seconds = time_step(runner, table, context, GRID[j])
             best[i, j] = min(best[i, j], seconds)
     return best
 
 
-def _time(
+def time_step(
     runner: Runner,
     table: list[int],
     context: int,

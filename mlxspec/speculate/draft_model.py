@@ -1,5 +1,5 @@
-"""A small model of the same vocabulary that drafts for a large one: for the drafter it is a head that
-reads tokens and no hidden states.
+"""A small model of the same vocabulary that drafts for a large one. For the drafter it is a head,
+one that reads tokens and no hidden states.
 
 Rule: its KV lies under the target's block ids, in pools of its own, so that a prefix hit serves
 both. What a step in flight will bring is taken lazily from it.

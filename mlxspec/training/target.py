@@ -167,11 +167,9 @@ def _weight(module: Any, rows: Any = slice(None)) -> mx.array | None:
         return scaled
     if "scales" not in module:
         return weight[rows]
-    biases = module.get("biases")
+    packed = [module[name][rows] for name in ("weight", "scales", "biases") if name in module]
     return mx.dequantize(
-        weight[rows],
-        module.scales[rows],
-        None if biases is None else biases[rows],
+        *packed,
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,

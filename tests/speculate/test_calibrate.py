@@ -8,7 +8,7 @@ import pytest
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
-from mlxspec.speculate.calibrate import calibrate, one_row
+from mlxspec.speculate.calibrate import calibrate
 from mlxspec.speculate.controller import GRID
 from tests import tiny
 
@@ -37,7 +37,7 @@ def test_what_is_known_is_not_measured_again(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = calibrate(runner, table())
-    monkeypatch.setattr(module, "_time", None)  # measuring again would fail
+    monkeypatch.setattr(module, "time_step", None)  # measuring again would fail
     assert first is not None and calibrate(runner, table(), first) is first
     with pytest.raises(TypeError):
         calibrate(runner, table(11), first)
@@ -51,7 +51,7 @@ def test_a_slow_model_is_measured_once_at_each_point(
     asked: list[Any] = []
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(
-        module, "_time", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
+        module, "time_step", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
     costs = calibrate(runner, table())
     assert asked[0] == (64, 1) and sorted(asked[1:]) == [(c, r) for c in (64, 159) for r in GRID]
@@ -75,7 +75,3 @@ def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.Monkey
     monkeypatch.setattr(RecurrentStates, "keep_accepted", kept)
     costs = calibrate(runner, table())
     assert costs is not None and {2, 8, 32} <= set(asked)
-
-
-def test_one_row(runner: Runner) -> None:
-    assert 0 < one_row(runner, table()) < 5

@@ -29,11 +29,13 @@ class BlockCache:
     offset: mx.array
 
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = self.pages.pools()
+        return self._behind(keys, k), self._behind(values, v)
+
+    def _behind(self, pool: mx.array, own: mx.array) -> mx.array:
         size = self.pages.view.block_size
-        whole = slice(None)
-        keys = gather(self.pages.keys, self.blocks, size, whole)
-        values = gather(self.pages.values, self.blocks, size, whole)
-        return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
+        context = gather(pool, self.blocks, size, slice(None))
+        return mx.concatenate([context, own], axis=2)
 
 
 class BlockPass(Pass):

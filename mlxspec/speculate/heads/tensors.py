@@ -53,7 +53,7 @@ def load_module(
     """As `load_tensors`, in the target's precision, also an embedding and an lm_head where the
     tensors hold them, and without those whose names begin as `ignored` ones do. Returns those that
     the head drafts with, its own or the target's, and what its logits stand for. `size` is that of
-    its hidden states."""
+    its hidden states. Raises UnsupportedModel, for a head of other tokens too."""
     embed, lm_head = embedding_and_lm_head(target)
     dtype = embed(mx.array([0])).dtype  # two in one product would convert the weights every time
     kept = {n: x for n, x in tensors.items() if not n.startswith((*IGNORED, *ignored))}
@@ -64,7 +64,20 @@ def load_module(
         module.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
     load_tensors(files, module, tensors)
     lm_head = module.get("lm_head", lm_head)
-    vocabulary = vocabulary_of(files, module, lm_head, size, target)
+    _, vocab = sizes_of(target)
+    rows = lm_head(mx.zeros((1, size))).shape[-1]
+    added = files.tensors.get("d2t")
+    ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))
+    known = [rows if added is None else vocab]
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.QuantizedEmbedding):
+            known.append(len(part.weight))
+    # MLX does not check indices.
+    if min(known) < vocab or ids.min() < 0 or ids.max() >= vocab:
+        raise UnsupportedModel(
+            f"the head in {files.path} is for a model of more or fewer than {vocab} tokens"
+        )
+    vocabulary = Vocabulary(None if added is None else ids, vocab)
     return module.get("embed_tokens", embed), lm_head, vocabulary
 
 
@@ -105,30 +118,6 @@ class Vocabulary:
         wide = mx.full((len(logits), self.size), -mx.inf, logits.dtype)
         wide[:, self.ids] = logits
         return wide
-
-
-def vocabulary_of(
-    files: HeadFiles,
-    module: nn.Module,
-    lm_head: Any,
-    width: int,
-    target: nn.Module,
-) -> Vocabulary:
-    """What the logits of a head's lm_head, which reads hidden states of this width, stand for.
-    Raises UnsupportedModel for a head of other tokens: MLX does not check indices."""
-    _, size = sizes_of(target)
-    rows = lm_head(mx.zeros((1, width))).shape[-1]
-    added = files.tensors.get("d2t")
-    ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))
-    known = [rows if added is None else size]
-    for part in module.modules():
-        if isinstance(part, nn.Embedding | nn.QuantizedEmbedding):
-            known.append(len(part.weight))
-    if min(known) < size or ids.min() < 0 or ids.max() >= size:
-        raise UnsupportedModel(
-            f"the head in {files.path} is for a model of more or fewer than {size} tokens"
-        )
-    return Vocabulary(None if added is None else ids, size)
 
 
 def mask_of(files: HeadFiles, config: Json, embed: Any) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from mlxspec.model.batch import Shift, Step
+from mlxspec.model.batch import Shift
 from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal, corrected
@@ -25,7 +25,11 @@ class DraftCosts:
     token: float = 1e-6
     fixed: float = 0.0
 
-    def measure(self, seconds: Callable[[int], float], longest: int = 3) -> None:
+    def measure(
+        self,
+        seconds: Callable[[int], float],
+        longest: int = 3,
+    ) -> None:
         """`seconds(depth)`: what a draft took."""
         seconds(longest)  # the first compiles
         one = min(seconds(1) for _ in range(3))
@@ -33,7 +37,11 @@ class DraftCosts:
         self.token = max(1e-9, (more - one) / max(1, longest - 1))
         self.fixed = max(0.0, one - self.token)
 
-    def learn(self, seconds: float, depth: int) -> None:
+    def learn(
+        self,
+        seconds: float,
+        depth: int,
+    ) -> None:
         """A draft of `depth` tokens took so long."""
         ratio = corrected(seconds / (self.fixed + depth * self.token))
         self.token *= ratio
@@ -60,7 +68,10 @@ def proposals(
     return made
 
 
-def sampling_of(seq: Seq, proposal: Proposal) -> Sampling:
+def sampling_of(
+    seq: Seq,
+    proposal: Proposal,
+) -> Sampling:
     """How a proposal's tokens are drawn: without penalties, which need counts of tokens that the
     host has not read. The target applies them."""
     sampling = seq.request.sampling
@@ -77,19 +88,15 @@ def sampling_of(seq: Seq, proposal: Proposal) -> Sampling:
     )
 
 
-def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
+def deepest_first(
+    plan: Plan,
+    chosen: Proposals,
+) -> list[Entry]:
     """The entries to draft for, so that each pass has the first entries of the one before it, and
     similar contexts, which share a call of attention, are neighbours."""
     drafting = [e for e in plan if e.seq in chosen]
     drafting.sort(key=lambda e: (-e.depth, e.start))
     return drafting
-
-
-def shift_after(previous: Step | None, entries: Plan) -> Shift:
-    """int32 [entries]: the shift of entries by drafts in flight in `previous`; None: all are 0."""
-    if previous is None or not any(e.inflight_drafts for e in entries):
-        return None
-    return previous.shift_of(entries)
 
 
 @dataclass(slots=True)
@@ -116,9 +123,11 @@ class Chain:
     def draw(self, logits: mx.array) -> None:
         """Draw the next token of each entry from logits [n, vocab], with the target's noise of its
         position. The last one fills the drafts."""
-        pairs = zip(self.entries, self._samplings, strict=False)
-        rows = [SampledRow(e, sampling, e.end) for e, sampling in pairs]
-        drawn = sample(logits, rows, mx.zeros((0,), mx.int32), self.shift).tokens
+        rows = []
+        for e, sampling in zip(self.entries, self._samplings, strict=False):
+            rows.append(SampledRow(e, sampling, e.end))
+        none = mx.zeros((0,), mx.int32)
+        drawn = sample(logits, rows, none, self.shift).tokens
         self._drawn.append(drawn)
         n = sum(e.depth > len(self._drawn) for e in self.entries)
         self.entries = [_next(e) for e in self.entries[:n]]
@@ -130,8 +139,10 @@ class Chain:
 
     def _fill(self) -> None:
         for i, e in enumerate(self.drafting):
-            tokens = [drawn[i : i + 1] for drawn in self._drawn[: e.depth]]
-            e.draft = Draft(mx.concatenate(tokens), self.source, self.chosen[e.seq].rate_keys)
+            parts = [drawn[i : i + 1] for drawn in self._drawn[: e.depth]]
+            tokens = mx.concatenate(parts)
+            keys = self.chosen[e.seq].rate_keys
+            e.draft = Draft(tokens, self.source, keys)
 
 
 def _next(e: Entry) -> Entry:

@@ -95,7 +95,11 @@ class Proposer:
         self._asked.clear()
         return depths
 
-    def draft(self, plan: Plan, previous: Step | None) -> None:
+    def draft(
+        self,
+        plan: Plan,
+        previous: Step | None,
+    ) -> None:
         chosen = {e.seq: self._chosen[e.seq] for e in plan if e.depth}
         for drafter in self.drafters:
             mine = {seq: each for seq, each in chosen.items() if each.drafter is drafter}
@@ -135,7 +139,11 @@ class Proposer:
             if depth and proposal:
                 yield seq, depth, proposal
 
-    def _options(self, seq: Seq, in_flight: bool) -> list[Proposal]:
+    def _options(
+        self,
+        seq: Seq,
+        in_flight: bool,
+    ) -> list[Proposal]:
         """What could be drafted for a sequence, with its present acceptance rates. Where a grammar
         forces the next tokens and no copy has them, only these."""
         if seq not in self._asked:
@@ -182,7 +190,11 @@ class Proposer:
         for drafter in self.drafters:
             self._ask(drafter, drafter.observe, step, accepted)
 
-    def _learn_costs(self, step: Step, seconds: float) -> None:
+    def _learn_costs(
+        self,
+        step: Step,
+        seconds: float,
+    ) -> None:
         """Correct the costs by what the step took. A step with a prompt in it says nothing about
         drafts; what a step with a model's drafts took beyond the target's part is the model's."""
         plan = step.plan

@@ -22,7 +22,10 @@ LAYERS = 3
 NARROWER = 4  # than the target's MLP: more layers that read the context are worth more
 
 
-def dspark_config(target: Target, vocabulary: Sequence[int]) -> Json:
+def dspark_config(
+    target: Target,
+    vocabulary: Sequence[int],
+) -> Json:
     """config.json of a head that drafts the tokens `vocabulary`."""
     pad = target.config.get("pad_token_id")
     layer = target.layer_config()
@@ -49,7 +52,10 @@ def dspark_config(target: Target, vocabulary: Sequence[int]) -> Json:
     }
 
 
-def dspark_tensors(target: Target, config: Json) -> dict[str, mx.array]:
+def dspark_tensors(
+    target: Target,
+    config: Json,
+) -> dict[str, mx.array]:
     """Its weights before training, without lm_head."""
     layer = config["transformer_layer_config"]
     wide = target.layer_config()["intermediate_size"]
@@ -68,7 +74,10 @@ def dspark_tensors(target: Target, config: Json) -> dict[str, mx.array]:
     )
 
 
-def _narrowed(warm: dict[str, mx.array], size: int) -> dict[str, mx.array]:
+def _narrowed(
+    warm: dict[str, mx.array],
+    size: int,
+) -> dict[str, mx.array]:
     """A layer's weights with only the `size` largest neurons of its MLP."""
     gate, up, down = (f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
     norms = mx.linalg.norm(warm[up], axis=1) * mx.linalg.norm(warm[down], axis=0)
@@ -81,13 +90,22 @@ class Repeated:
     """In the place of a layer's pages and cache while blocks are trained: K and V of B sequences of
     L tokens, of which the block behind each of the `anchors` [n] has a copy."""
 
-    def __init__(self, view: View, anchors: mx.array, size: int) -> None:
+    def __init__(
+        self,
+        view: View,
+        anchors: mx.array,
+        size: int,
+    ) -> None:
         self.view = view
         self.size = size
         self.anchors = len(anchors)
         self.offset = mx.tile(anchors, size)
 
-    def write(self, k: mx.array, v: mx.array) -> None:
+    def write(
+        self,
+        k: mx.array,
+        v: mx.array,
+    ) -> None:
         """k, v: [B * L, kv_heads, 1, D]."""
         self.keys, self.values = self._copies(k), self._copies(v)
 
@@ -96,11 +114,18 @@ class Repeated:
         x = x.reshape(self.size, -1, x.shape[1], x.shape[3]).swapaxes(1, 2)
         return mx.repeat(x, self.anchors, axis=0)
 
-    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(
+        self,
+        k: mx.array,
+        v: mx.array,
+    ) -> tuple[mx.array, mx.array]:
         return mx.concatenate([self.keys, k], axis=2), mx.concatenate([self.values, v], axis=2)
 
 
-def dspark_drafts(head: HeadModel, batch: Batch) -> Iterator[tuple[mx.array, mx.array]]:
+def dspark_drafts(
+    head: HeadModel,
+    batch: Batch,
+) -> Iterator[tuple[mx.array, mx.array]]:
     """For each token of a draft the logits [B, n, draft vocabulary] and the positions [n] whose
     next token they are of; the n drafts begin behind other tokens in each batch."""
     module = head.module

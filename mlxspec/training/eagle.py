@@ -17,7 +17,10 @@ from mlxspec.types import Json
 CHAIN = 4  # tokens of a draft that is trained on
 
 
-def eagle_config(target: Target, vocabulary: Sequence[int]) -> Json:
+def eagle_config(
+    target: Target,
+    vocabulary: Sequence[int],
+) -> Json:
     """config.json of a head that drafts the tokens `vocabulary`."""
     layer = target.layer_config() | {"num_hidden_layers": 1}
     return target.head_config("eagle3", layer, len(vocabulary), CHAIN - 1) | {
@@ -29,7 +32,10 @@ def eagle_config(target: Target, vocabulary: Sequence[int]) -> Json:
     }
 
 
-def eagle_tensors(target: Target, config: Json) -> dict[str, mx.array]:
+def eagle_tensors(
+    target: Target,
+    config: Json,
+) -> dict[str, mx.array]:
     """Its weights before training, without lm_head."""
     warm = target.last_layer(config["transformer_layer_config"])
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -50,18 +56,29 @@ class Unrolled:
         self.values: list[mx.array] = []
         self.offset = 0
 
-    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(
+        self,
+        k: mx.array,
+        v: mx.array,
+    ) -> tuple[mx.array, mx.array]:
         self.keys.append(k)
         self.values.append(v)
         return mx.concatenate(self.keys, axis=2), mx.concatenate(self.values, axis=2)
 
-    def make_mask(self, rows: int, **options: Any) -> mx.array:
+    def make_mask(
+        self,
+        rows: int,
+        **options: Any,
+    ) -> mx.array:
         """bool [rows, rows of all steps so far]."""
         own = mx.eye(rows).astype(mx.bool_)
         return mx.concatenate([mx.tri(rows).astype(mx.bool_)] + [own] * self.offset, axis=1)
 
 
-def eagle_drafts(head: HeadModel, batch: Batch) -> Iterator[tuple[mx.array, mx.array]]:
+def eagle_drafts(
+    head: HeadModel,
+    batch: Batch,
+) -> Iterator[tuple[mx.array, mx.array]]:
     """For each token of a chain the logits [B, n, draft vocabulary] and the positions [n] whose
     next token they are of; row t drafts behind the token t + 1 of the batch."""
     module = head.module

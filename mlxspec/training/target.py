@@ -36,7 +36,12 @@ class Target:
     """A loaded model, `config` its config.json. Raises UnsupportedModel where no head can read its
     hidden states."""
 
-    def __init__(self, model: nn.Module, name: str, config: Json) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        config: Json,
+    ) -> None:
         self.name = name
         self.model = model
         self.config = flat(config)
@@ -49,7 +54,11 @@ class Target:
 
     # ---- what a batch of it is ---------------------------------------------------------------
 
-    def tap(self, taps: Sequence[Tap], vocabulary: Sequence[int]) -> None:
+    def tap(
+        self,
+        taps: Sequence[Tap],
+        vocabulary: Sequence[int],
+    ) -> None:
         """Hand out these hidden states, and logits of these tokens."""
         install_taps(self.trunk, self._view, taps)
         self.drafted = mx.array(list(vocabulary))
@@ -98,7 +107,13 @@ class Target:
         on."""
         return [2, self.layers // 2, self.layers - 1]
 
-    def head_config(self, algorithm: str, layer: Json, drafted: int, depth: int) -> Json:
+    def head_config(
+        self,
+        algorithm: str,
+        layer: Json,
+        drafted: int,
+        depth: int,
+    ) -> Json:
         """What all kinds of heads have in config.json, in the speculators format: layers with the
         settings `layer`, `drafted` tokens that can be drafted, `depth` of them at a time."""
         return {
@@ -157,7 +172,10 @@ def _weights(layer: nn.Module) -> dict[str, mx.array]:
     return {name: weight for name, weight in found.items() if weight is not None}
 
 
-def _weight(module: Any, rows: Any = slice(None)) -> mx.array | None:
+def _weight(
+    module: Any,
+    rows: Any = slice(None),
+) -> mx.array | None:
     weight = module.get("weight")
     if not isinstance(weight, mx.array):
         return None

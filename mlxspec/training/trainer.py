@@ -46,7 +46,10 @@ def windows(samples: Sequence[Sample]) -> list[Sample]:
     return found
 
 
-def batches(samples: Sequence[Sample], seed: str) -> list[list[Sample]]:
+def batches(
+    samples: Sequence[Sample],
+    seed: str,
+) -> list[list[Sample]]:
     """All samples in batches of similar length: the same ones for every seed, in an order of its
     own."""
     order = list(samples)
@@ -122,7 +125,11 @@ class Trainer:
                 right[i] += float(np.array(alive.sum()))
         return [count / max(1.0, tried) for count in right.values()]
 
-    def _loss(self, weights: Any, batch: Batch) -> mx.array:
+    def _loss(
+        self,
+        weights: Any,
+        batch: Batch,
+    ) -> mx.array:
         self._use(weights)
         total = mx.array(0.0)
         for i, (logits, positions) in enumerate(self.drafts(self.head, batch)):
@@ -163,14 +170,21 @@ class Trainer:
         self._use(self.weights)
 
 
-def _schedule(rate: float, steps: int) -> Callable[[mx.array], mx.array]:
+def _schedule(
+    rate: float,
+    steps: int,
+) -> Callable[[mx.array], mx.array]:
     """A learning rate that rises, then falls to a twentieth by the last step."""
     up = optim.linear_schedule(rate / WARM_UP, rate, WARM_UP)
     down = optim.cosine_decay(rate, max(1, steps - WARM_UP), rate / 20)
     return optim.join_schedules([up, down], [WARM_UP])
 
 
-def vocabulary_of(samples: Sequence[Sample], size: int, known: int) -> list[int]:
+def vocabulary_of(
+    samples: Sequence[Sample],
+    size: int,
+    known: int,
+) -> list[int]:
     """Token ids of a draft vocabulary of `size`, ascending: the most frequent ones in the samples,
     then the lowest, which tokenizers give to what they saw most. `known`: the size of the model's
     vocabulary."""

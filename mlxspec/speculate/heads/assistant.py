@@ -87,14 +87,22 @@ class Assistant(nn.Module):
 class AssistantPass(Pass):
     """`head.module` is an Assistant."""
 
-    def __init__(self, head: HeadModel, runner: Runner) -> None:
+    def __init__(
+        self,
+        head: HeadModel,
+        runner: Runner,
+    ) -> None:
         super().__init__(head, runner)
         # A sliding layer sees what the newest token would, less that token itself.
         blocks = {window and window - 1: n for window, n in runner.view.num_blocks.items()}
         self.view = View(runner.view.block_size, blocks, {})
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draft(
+        self,
+        rows: Rows,
+        chain: Chain,
+    ) -> None:
         hidden = rows.newest_hidden(chain.shift)
         newest = [replace(e, start=e.start - 1) for e in chain.entries]  # with keys and values
         pages = [self._lent(each) for each in self.read_from]
@@ -117,7 +125,10 @@ class AssistantPass(Pass):
         return lent
 
 
-def load_assistant(files: HeadFiles, target: nn.Module) -> HeadModel:
+def load_assistant(
+    files: HeadFiles,
+    target: nn.Module,
+) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel."""
     found: list[Any] = decoder_layers(target)
     holders = {

@@ -28,11 +28,19 @@ class BlockCache:
     blocks: Blocks
     offset: mx.array
 
-    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(
+        self,
+        k: mx.array,
+        v: mx.array,
+    ) -> tuple[mx.array, mx.array]:
         keys, values = self.pages.pools()
         return self._behind(keys, k), self._behind(values, v)
 
-    def _behind(self, pool: mx.array, own: mx.array) -> mx.array:
+    def _behind(
+        self,
+        pool: mx.array,
+        own: mx.array,
+    ) -> mx.array:
         size = self.pages.view.block_size
         context = gather(pool, self.blocks, size, slice(None))
         return mx.concatenate([context, own], axis=2)
@@ -42,7 +50,10 @@ class BlockPass(Pass):
     """`head.module` is a Block."""
 
     @staticmethod
-    def fill(head: HeadModel, caches: Sequence[Any]) -> None:
+    def fill(
+        head: HeadModel,
+        caches: Sequence[Any],
+    ) -> None:
         row = head.embed(mx.array([[0]]))
         for layer, cache in zip(head.module.layers, caches, strict=True):
             layer.self_attn(row, None, cache)
@@ -53,7 +64,11 @@ class BlockPass(Pass):
             self.head.module.store(rows.hidden, self.pages)
             self.submit()
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draft(
+        self,
+        rows: Rows,
+        chain: Chain,
+    ) -> None:
         self.read(rows)
         depth = chain.entries[0].depth
         hidden = self._block(chain, depth)
@@ -62,7 +77,11 @@ class BlockPass(Pass):
             at = slice(len(chain.entries)), token
             chain.draw(self.head.module.scores(logits[at], hidden[at], chain.tokens))
 
-    def _block(self, chain: Chain, depth: int) -> mx.array:
+    def _block(
+        self,
+        chain: Chain,
+        depth: int,
+    ) -> mx.array:
         """The head's output [n, depth, D] in the rows that predict."""
         module, drafting = self.head.module, chain.entries
         extra = 0 if module.from_anchor else 1

@@ -23,14 +23,21 @@ class ChainedPass(Pass):
     target's next hidden state."""
 
     @staticmethod
-    def fill(head: HeadModel, caches: Sequence[Any]) -> None:
+    def fill(
+        head: HeadModel,
+        caches: Sequence[Any],
+    ) -> None:
         rows = head.embed(mx.array([[0, 0]]))
         head.module(rows, rows, caches)
 
     def read(self, rows: Rows) -> None:
         self._forward(rows)
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draft(
+        self,
+        rows: Rows,
+        chain: Chain,
+    ) -> None:
         out = self._forward(rows)[rows.newest(chain.shift)]
         chain.draw(self.head.lm_head(out))
         while chain.entries:
@@ -38,7 +45,11 @@ class ChainedPass(Pass):
             out = self._forward(drafted, chain.shift)
             chain.draw(self.head.lm_head(out))
 
-    def _forward(self, rows: Rows, shift: Shift = None) -> Array:
+    def _forward(
+        self,
+        rows: Rows,
+        shift: Shift = None,
+    ) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that
         are alike."""
         view, hidden = self.view, rows.hidden
@@ -67,11 +78,19 @@ class ParallelPass(ChainedPass):
     """P-EAGLE's (arXiv 2602.01469): rows of `module.mask` with `module.mask_hidden` behind the
     newest token's draft the tokens after the first, in the same pass."""
 
-    def __init__(self, head: HeadModel, *args: Any) -> None:
+    def __init__(
+        self,
+        head: HeadModel,
+        *args: Any,
+    ) -> None:
         super().__init__(head, *args)
         self._hidden = head.prepare(head.module.mask_hidden)
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draft(
+        self,
+        rows: Rows,
+        chain: Chain,
+    ) -> None:
         depth, shift = chain.entries[0].depth, chain.shift
         mask = len(rows.tokens)  # the place of the mask behind the rows
         runs, places = [], []

@@ -20,7 +20,6 @@ from mlxspec.speculate.chain import (
     DraftCosts,
     deepest_first,
     proposals,
-    shift_after,
 )
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.followers import Followers, ReadState, joined
@@ -33,7 +32,11 @@ class HeadDrafter(Drafter):
 
     lazy = True
 
-    def __init__(self, head: HeadModel, runner: Runner) -> None:
+    def __init__(
+        self,
+        head: HeadModel,
+        runner: Runner,
+    ) -> None:
         self.name = head.name
         self.head = head
         self.runner = runner
@@ -85,12 +88,19 @@ class HeadDrafter(Drafter):
         if not drafting:
             return
         self.runner.grow()
-        shift = shift_after(previous, drafting)
+        shift = None
+        if previous is not None and any(e.inflight_drafts for e in drafting):
+            shift = previous.shift_of(drafting)
         rows = self._followers.unread(drafting, previous, self._hidden(previous))
         tokens = build_inputs(drafting, previous, shift)
-        self._pass.draft(rows, Chain(drafting, chosen, self.name, shift, tokens))
+        chain = Chain(drafting, chosen, self.name, shift, tokens)
+        self._pass.draft(rows, chain)
 
-    def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
+    def observe(
+        self,
+        step: Step,
+        accepted: Sequence[Accepted],
+    ) -> None:
         rows = self._followers.observe(step, self._hidden(step), accepted)
         if rows.entries:
             self.runner.grow()
@@ -110,14 +120,22 @@ class HeadDrafter(Drafter):
 
     # ---- costs -------------------------------------------------------------------------------
 
-    def learn_seconds(self, seconds: float, depth: int) -> None:
+    def learn_seconds(
+        self,
+        seconds: float,
+        depth: int,
+    ) -> None:
         self.costs.learn(seconds, depth)
 
     def measure(self, table: list[int]) -> None:
         """Time drafts in unused blocks."""
         self.costs.measure(partial(self._seconds, table), self.head.depth)
 
-    def _seconds(self, table: list[int], depth: int) -> float:
+    def _seconds(
+        self,
+        table: list[int],
+        depth: int,
+    ) -> float:
         """Seconds that a draft of so many tokens takes behind one row."""
         context = min(64, len(table) * self.runner.view.block_size - depth - 1)
         seq = unused_seq(self.runner, table, context)

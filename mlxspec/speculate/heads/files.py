@@ -76,7 +76,10 @@ def find_head(path: Path) -> HeadFiles:
     return _head_in(none, found)
 
 
-def find_draft(path: Path, target: Path) -> HeadFiles:
+def find_draft(
+    path: Path,
+    target: Path,
+) -> HeadFiles:
     """What --draft names, for the model in `target`: of the same model, unconverted for example,
     only its head is wanted."""
     found = find_head(path)
@@ -85,7 +88,10 @@ def find_draft(path: Path, target: Path) -> HeadFiles:
     return found
 
 
-def _head_in(none: HeadFiles, found: dict[str, mx.array]) -> HeadFiles:
+def _head_in(
+    none: HeadFiles,
+    found: dict[str, mx.array],
+) -> HeadFiles:
     for mark, kind in MARKS.items():
         other = BESIDE_MARK.get(kind, mark)
         ends = [name.removesuffix(mark) for name in found if f".{name}".endswith(f".{mark}")]

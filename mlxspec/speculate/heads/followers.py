@@ -120,13 +120,19 @@ class Followers:
         return _rows_of(due, None)
 
 
-def _rows_of(runs: Sequence[tuple[Entry, Array]], previous: Step | None) -> Rows:
+def _rows_of(
+    runs: Sequence[tuple[Entry, Array]],
+    previous: Step | None,
+) -> Rows:
     """Rows with their hidden states, and the tokens there; those in flight are taken lazily."""
     entries = [e for e, _ in runs]
     return Rows(entries, build_inputs(entries, previous, None), joined([rows for _, rows in runs]))
 
 
-def joined(parts: Sequence[Array], axis: int = 0) -> Array:
+def joined(
+    parts: Sequence[Array],
+    axis: int = 0,
+) -> Array:
     """The parts in one; [0, 0] of none."""
     if len(parts) == 1:
         return parts[0]

@@ -57,7 +57,10 @@ class MTP(nn.Module):
         return self.norm(x)
 
 
-def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
+def load_mtp(
+    files: HeadFiles,
+    target: nn.Module,
+) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel."""
     owner: Any = getattr(target, "language_model", target)
     args = owner.args

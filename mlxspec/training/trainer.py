@@ -5,7 +5,7 @@ tokens count less (EAGLE-3, arXiv 2503.01840).
 """
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,7 +137,8 @@ class Trainer:
             logits = logits.astype(mx.float32)
             entropy = mx.logsumexp(logits, axis=-1) - (teacher * logits).sum(axis=-1)
             weight = batch.weight[:, positions]
-            total = total + FADE**i * (entropy * weight).sum() / mx.maximum(weight.sum(), 1)
+            mean = (entropy * weight).sum() / mx.maximum(weight.sum(), 1)
+            total = total + FADE**i * mean
         return total
 
     def _use(self, weights: Any) -> None:
@@ -153,7 +154,8 @@ class Trainer:
         logits = 2 * len(self.head.module.lm_head.weight)
         hidden = LAYER_ROWS * self.target.width + 3 * config["intermediate_size"]
         rows = ROWS * DRAFTED * (logits + hidden)
-        return int(4 * sum(w.nbytes for _, w in flat) + 4 * rows)
+        weights = sum(w.nbytes for _, w in flat)
+        return int(4 * weights + 4 * rows)
 
     # ---- to go on later ----------------------------------------------------------------------
 
@@ -188,8 +190,6 @@ def vocabulary_of(
     """Token ids of a draft vocabulary of `size`, ascending: the most frequent ones in the samples,
     then the lowest, which tokenizers give to what they saw most. `known`: the size of the model's
     vocabulary."""
-    counts = np.zeros(known, np.int64)
-    for sample in samples:
-        np.add.at(counts, sample.tokens[sample.first :], 1)
-    best = np.argsort(-counts, kind="stable")[:size]
-    return sorted(map(int, best))
+    counts = Counter(token for s in samples for token in s.tokens[s.first :])
+    best = sorted(range(known), key=lambda token: -counts[token])
+    return sorted(best[:size])

@@ -6,7 +6,6 @@ is left out, and the log says why.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +172,6 @@ def _attach(
         return None
     kv = engine.scheduler.kv
     head = HeadDrafter(drafting.head, engine.runner)
-    reads = drafting.head.slot_offset > 0 and drafting.head.kv_layers > 0
-    kv.rereads = reads and kv.states is None
-    head.on_close = partial(setattr, kv, "rereads", False)
     key = fingerprint(drafting.path, {})
     try:
         head.measure(table)
@@ -198,6 +194,8 @@ def _attach(
             engine.step()
         engine.reset()
         return None
+    reads = drafting.head.slot_offset > 0 and drafting.head.kv_layers > 0
+    kv.rereads = reads and kv.states is None
     drafting.facts = {"head": f"{key} {head.taps}"}
     where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in head.taps]
     log.info(

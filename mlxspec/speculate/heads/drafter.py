@@ -6,7 +6,7 @@ after the last accepted one are written again before they are read.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -41,7 +41,6 @@ class HeadDrafter(Drafter):
         self.head = head
         self.runner = runner
         self.costs = DraftCosts()
-        self.on_close: Callable[[], None] = lambda: None  # ends what others do for it
         self._pass = head.pass_type(head, runner)
         runner.adopt(self._pass.pages)
         self.use(head.taps)
@@ -67,7 +66,6 @@ class HeadDrafter(Drafter):
     def close(self) -> None:
         self.runner.adopt(())  # else blocks would be saved whose rows it did not read
         self._followers.live.clear()
-        self.on_close()
         # Recurrent states with and without hidden states cannot share a batch.
         if not self.runner.states.layers:
             self.use(())

@@ -22,7 +22,6 @@ from mlxspec.speculate.controller import (
     Proposal,
     probe_every,
     share,
-    share_padded,
 )  # fmt: skip
 from tests.rows import in_turn
 
@@ -176,7 +175,7 @@ def test_padded_drafts_are_the_best_of_all_allocations(
             tokens += sum(np.cumprod(option.rates[:depth])) if option else 0.0
         return tokens / (seconds[base - 1 + max(depths)] + each * max(depths))
 
-    depths = share_padded(options, list(seconds), plain)
+    depths = share(options, list(seconds), plain, padded=True)
     most = len(seconds) - base  # tokens whose rows have a known cost
     every = [range(1 + min(most, len(option.rates) if option else 0)) for option in options]
     best = max(speed(depths) for depths in itertools.product(*every))

@@ -376,7 +376,7 @@ def step(entry: Entry, mode: str) -> Any:
 
 @pytest.mark.parametrize(
     "verb, temperature",
-    in_turn(["begin", "options", "draft", "_forward", "observe", "end"], [0.0, 0.8]),
+    in_turn(["begin", "options", "draft", "_hidden", "observe", "end"], [0.0, 0.8]),
 )
 def test_a_model_that_raises_leaves_copies(
     verb: str, temperature: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -417,6 +417,7 @@ def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> N
     lost: Any = SimpleNamespace(name="model", lazy=True, learn_seconds=lambda *told: None)
     chain = Proposer(costs(), [lost])
     chain.drafters.remove(lost)
+    chain.begin(entry.seq)
     chain.observe(step(drafted, "overlap"), [Accepted([1])], 0.1)
     assert not learned
     chain.observe(step(entry, "overlap"), [Accepted([1])], 0.1)

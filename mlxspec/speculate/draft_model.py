@@ -108,11 +108,12 @@ class DraftPass(Pass):
         for n, e in enumerate(chain.entries):
             count = 0  # rows before the newest token's
             if run := unread.get(e.seq):
-                at, count = first[run], run.rows
+                count = run.rows
+                at = mx.arange(count) + first[run]
                 if e.inflight_drafts and chain.shift is not None:
-                    # It drafted them: of those accepted, only the last may be unread.
-                    at, count = at + run.count - 1 + chain.shift[n], 1
-                ids.append(rows.tokens[at + mx.arange(count)])
+                    count = 1  # it drafted them: of those accepted, only the last may be unread
+                    at = chain.shift[n : n + 1] + (first[run] + run.count - 1)
+                ids.append(rows.tokens[at])
             ids.append(chain.tokens[n : n + 1])
             entries.append(replace(e, start=e.start - count, count=1 + count))
         chain.draw(self.model(entries, mx.concatenate(ids), chain.shift))

@@ -70,7 +70,7 @@ class Target:
         tokens = mx.array([s.tokens + [0] * (length - len(s.tokens)) for s in samples])
         after = range(1, length + 1)
         learned = mx.array([[s.first <= i < len(s.tokens) for i in after] for s in samples])
-        following = mx.roll(tokens, -1, axis=1)
+        following = mx.roll(tokens, -1, 1)
         logits: Any = self.model(tokens)
         taps = mx.concatenate([self._view.tapped[t] for t in self._view.taps], axis=-1)
         self._view.tapped.clear()
@@ -185,9 +185,10 @@ def _weight(
         return scaled
     if "scales" not in module:
         return weight[rows]
-    packed = [module[name][rows] for name in ("weight", "scales", "biases") if name in module]
+    scaling: Any = {name: module[name][rows] for name in ("scales", "biases") if name in module}
     return mx.dequantize(
-        *packed,
+        weight[rows],
+        **scaling,
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,

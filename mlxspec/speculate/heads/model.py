@@ -49,7 +49,7 @@ class Pass:
 
     def __init__(self, head: "HeadModel", runner: Runner) -> None:
         target = runner.view
-        blocks = {None: target.num_blocks[None]}
+        blocks: dict[int | None, int] = {None: target.num_blocks[None]}
         self.head = head
         self.view = View(target.block_size, blocks, target.allocated, first=head.slot_offset)
         self.dense = runner.layout == "gather"

@@ -33,7 +33,6 @@ from tests.heads.packagings import TARGET
 
 VOCAB = 320
 TRAINED = "trained"
-SALT = b"tiny"
 STRIDE = 3  # blocks between two states of a long prompt
 WIDE = {"llama": {"head_dim": 128}, "gpt_oss": {"head_dim": 64}}  # heads that can be quantized
 WIDE |= {kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "gemma2")}
@@ -254,8 +253,8 @@ def engine(
     )
     stateful = bool(runner.states.layers)
     groups = KVCacheManager(
-        BlockPool(blocks, block, SALT),
-        [Window(w, BlockPool(n, block, SALT)) for w, n in sizes.items()],
+        BlockPool(blocks, block),
+        [Window(w, BlockPool(n, block)) for w, n in sizes.items()],
         StateCache(states, STRIDE, own_state) if stateful else None,
     )
     if not whole:

@@ -16,6 +16,7 @@ from mlxspec.types import NULL_BLOCK
 
 MAX_PARTIALS = 8  # copy sources kept under one parent; the oldest is dropped first
 TOKEN_BYTES = 4  # of an int32
+ROOT = bytes(16)  # the key before the first block
 
 Ids = Sequence[int]
 Tokens = tuple[int, ...]
@@ -25,18 +26,16 @@ Queue = OrderedDict[int, None]  # of blocks
 class BlockPool:
     """`size` blocks of `block_size` token slots; block 0 is reserved. Not thread-safe.
 
-    `free_blocks` is in eviction order. A free block that is still in the index is *idle*: it is
-    shared again on a prefix match, or evicted.
+    Of `free_blocks` those without content come first. A free block that is still in the index is
+    *idle*: it is shared again on a prefix match, or evicted.
     """
 
-    def __init__(self, size: int, block_size: int, salt: bytes = b"") -> None:
+    def __init__(self, size: int, block_size: int) -> None:
         self.size = size
         self.block_size = block_size
-        self.root = blake2b(salt, digest_size=16).digest()  # the key before the first block
         self.refs: Counter[int] = Counter()
         self.free_blocks: Queue = OrderedDict.fromkeys(range(1, size))
-        self.idle: Queue = OrderedDict()  # free blocks in the index
-        self.low_priority: Queue = OrderedDict()  # idle blocks to evict first
+        self.idle: Queue = OrderedDict()  # free blocks in the index, in eviction order
         self.highest = NULL_BLOCK  # the highest block ever allocated: memory is taken up to it
         self.save_memory = False  # evict idle blocks before going above `highest`
         self.by_key: dict[bytes, int] = {}  # full blocks
@@ -56,9 +55,9 @@ class BlockPool:
 
     # ---- the index
 
-    def chain(self, tokens: Ids, parent: bytes = b"") -> Iterator[bytes]:
+    def chain(self, tokens: Ids, parent: bytes = ROOT) -> Iterator[bytes]:
         """The keys of the full blocks of `tokens`, which follow the block with key `parent`."""
-        key = parent or self.root
+        key = parent
         content = np.asarray(tokens, np.int32).tobytes()
         size = TOKEN_BYTES * self.block_size
         for end in range(size, len(content) + 1, size):
@@ -90,7 +89,7 @@ class BlockPool:
 
     def parent(self, keys: Sequence[bytes], n: int) -> bytes:
         """The key of the block before block `n` of a chain."""
-        return keys[n - 1] if n else self.root
+        return keys[n - 1] if n else ROOT
 
     def cache(
         self,
@@ -150,7 +149,7 @@ class BlockPool:
                 continue
             self.idle[block] = None
             if low_priority:
-                self.low_priority[block] = None
+                self.idle.move_to_end(block, last=False)
 
     def _evict(self, block: int) -> None:
         """Remove a block that has references from the index."""
@@ -179,9 +178,7 @@ class BlockPool:
             held = Counter(block for table in tables for block in table)
             del held[NULL_BLOCK]
             assert held == self.refs, "tables and references differ"
-        idle = [block for block in self.free_blocks if block in self.parents]
-        assert list(self.idle) == idle
-        assert self.low_priority.keys() <= self.idle.keys()
+        assert self.idle.keys() == self.free_blocks.keys() & self.parents.keys()
         assert self.keys == {block: key for key, block in self.by_key.items()}
         assert self.keys.keys() <= self.parents.keys()
         for parent, siblings in self.partials.items():
@@ -190,11 +187,11 @@ class BlockPool:
             assert parents == {parent}
 
     def _allocate_one(self) -> int:
-        """Take a free block without content, else a low-priority one, else the longest idle one."""
+        """Take a free block without content, else the first idle one."""
         block = _first(self.free_blocks)
         grows = self.save_memory and block > self.highest
         if self.idle and (grows or block in self.idle):
-            block = _first(self.low_priority or self.idle)
+            block = _first(self.idle)
         self._take(block)
         self._evict(block)
         self.refs[block] = 1
@@ -205,7 +202,6 @@ class BlockPool:
         """Remove a block from the free ones."""
         del self.free_blocks[block]
         self.idle.pop(block, None)
-        self.low_priority.pop(block, None)
 
 
 def _first(blocks: Iterable[int]) -> int:

@@ -86,22 +86,17 @@ def load_engine(
         verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
     plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
-    facts = versions() | {"kept": kept}  # what a KV block depends on, beside its tokens
-    identity = fingerprint(path, facts)
     ranks.same(kept, "layout")
     mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
-    engine = _build(model, layout, plan, context, identity, config, mirror)
-    if ranks.rank:
-        cache.save(file)
-        return engine, _info(engine.scheduler, name, layout, plan)
-    _warm_up(engine, config, cache)
+    engine = _build(model, layout, plan, context, config, mirror)
+    if not ranks.rank:  # the others only follow
+        _warm_up(engine, config, cache)
     if config.speculate == "on":
         add_drafters(engine, cache, drafting, config)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
-        if drafting.facts:
-            identity = fingerprint(path, facts | drafting.facts)
-        disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
+        facts = versions() | drafting.facts | {"kept": kept}  # what K/V depend on, beside tokens
+        disk = DiskCache(prompts_of(config), fingerprint(path, facts), config.disk_bytes, name)
         offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
         engine.offloader = engine.scheduler.offloader = offloader
     _log_limits(engine.scheduler, layout, context)
@@ -163,7 +158,6 @@ def _build(
     layout: LayoutChoice,
     plan: MemoryPlan,
     context: int,
-    identity: str,
     config: Config,
     mirror: Mirror | None,
 ) -> Engine:
@@ -173,7 +167,7 @@ def _build(
         model, config.block_size, plan.blocks, windows=plan.windows, kv_bits=config.kv_bits
     )
     runner.mirror = mirror
-    pool = partial(BlockPool, block_size=config.block_size, salt=identity.encode())
+    pool = partial(BlockPool, block_size=config.block_size)
     states = None
     if layout.cache_bytes.state:
         copy = mirror.keep if mirror else recurrent.own

@@ -66,12 +66,6 @@ def test_only_cached_tokens_match() -> None:
     assert len(match(pool, list(range(12)))) == 1 and partial(pool, list(range(12)))[1] == 2
 
 
-def test_pools_with_different_salts_share_nothing() -> None:
-    a, b = BlockPool(8, SIZE, b"a"), BlockPool(8, SIZE, b"b")
-    hold(a, [1, 2, 3, 4])
-    assert a.root != b.root and not b.match([1, 2, 3, 4, 5])
-
-
 def test_freed_blocks_match_until_evicted_tail_first() -> None:
     pool = BlockPool(5, SIZE)
     tokens = list(range(16))

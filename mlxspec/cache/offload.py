@@ -128,7 +128,7 @@ class KVOffloader:
         if number != STATE:
             return self.cache.pools[number].by_key.get(key)
         states = self.cache.states
-        return None if states is None else states.peek((key, ()))
+        return None if states is None else states.kept.get((key, ()))
 
     # ---- restoring
 
@@ -143,9 +143,7 @@ class KVOffloader:
             return False
         least = match.length // self.cache.block_size + MIN_GAIN
         hashes = self._restorable(seq, least)
-        self._restores[seq] = None
-        if hashes:
-            self._restores[seq] = self._restore(seq, hashes)
+        self._restores[seq] = self._restore(seq, hashes) if hashes else None
         return bool(hashes)
 
     def cancel(self, seq: Seq) -> None:

@@ -73,34 +73,20 @@ class StateCache:
     stride: int
     copy: Callable[[Any], Any] = lambda state: state
     # The least recently used first.
-    _states: OrderedDict[StateKey, Any] = field(default_factory=OrderedDict)
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __iter__(self) -> Iterator[StateKey]:
-        """The keys, the least recently used first."""
-        return iter(self._states)
+    kept: OrderedDict[StateKey, Any] = field(default_factory=OrderedDict)
 
     def use(self, key: StateKey) -> Any:
         """The state of `key`, which must exist; it is now the most recently used."""
-        self._states.move_to_end(key)
-        return self._states[key]
-
-    def peek(self, key: StateKey) -> Any:
-        """The state of `key` or None; the order of use does not change."""
-        return self._states.get(key)
+        self.kept.move_to_end(key)
+        return self.kept[key]
 
     def put(self, key: StateKey, state: Any) -> None:
         """Keep a state and evict one if full; the first state of a key stays."""
-        if key not in self._states:
-            self._states[key] = self.copy(state)
+        if key not in self.kept:
+            self.kept[key] = self.copy(state)
         self.use(key)
-        if len(self._states) > self.capacity:
-            self._states.popitem(last=False)
-
-    def clear(self) -> None:
-        self._states.clear()
+        if len(self.kept) > self.capacity:
+            self.kept.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -163,7 +149,7 @@ class KVCacheManager:
         cached = self.pool.match(prompt)[:most]
         known = len(cached) * size
         tails: dict[bytes, list[Tokens]] = {}  # of the states, by the block before them
-        for key, tail in self.states or ():
+        for key, tail in self.states.kept if self.states else ():
             tails.setdefault(key, []).append(tail)
         for n in range(len(cached), -1, -1):
             parent = self.pool.parent(cached, n)
@@ -212,15 +198,16 @@ class KVCacheManager:
             for pool, table in self._tables(seq):
                 pool.cache(table[upto // self.block_size], parent, tail)
 
-    def cache_state(
-        self,
-        seq: Seq,
-        upto: int,
-        state: Any,
-    ) -> None:
-        """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
-        assert self.states is not None
-        self.states.put(self._state_key(seq, upto), state)
+    def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
+        """Keep the recurrent state after the sequence's first `upto` tokens, which are cached, where
+        a later prompt may continue: at the end of the prompt and of the answer, at branch points
+        and every `stride` blocks."""
+        if self.states is None:
+            return
+        n, rest = divmod(upto, self.block_size)
+        branches = n in seq.branch_points or n % self.states.stride == 0
+        if seq.finish or upto == seq.prompt_len or (branches and not rest):
+            self.states.put(self._state_key(seq, upto), state)
 
     def _state_key(self, seq: Seq, upto: int) -> StateKey:
         """The hash of the last full block before `upto`, and the tokens after it."""
@@ -231,7 +218,7 @@ class KVCacheManager:
     def evict_cached(self) -> int:
         """Evict all that no sequence uses; how many blocks that were."""
         if self.states is not None:
-            self.states.clear()
+            self.states.kept.clear()
         return sum(pool.evict_idle() for pool in self.pools)
 
     # ---- the blocks of a sequence
@@ -288,44 +275,20 @@ class KVCacheManager:
                 block = table[i]
                 if block == NULL_BLOCK:
                     break
-                unlikely = not self._branch_sees(seq, window, i)
-                window.pool.free([block], low_priority=unlikely)
+                # A prompt that branches off in block `n` may copy a part of that block too.
+                points = _branch_points(seq, i, WINDOW_STRIDE)
+                wanted = any(window.first(n * self.block_size) <= i <= n for n in points)
+                window.pool.free([block], low_priority=not wanted)
                 table[i] = NULL_BLOCK
-
-    def _branch_sees(
-        self,
-        seq: Seq,
-        window: Window,
-        i: int,
-    ) -> bool:
-        """Whether a prompt that branches off at a branch point `n` may need window block `i`; a
-        part of block `n` itself may be copied."""
-        for n in _branch_points(seq, i, WINDOW_STRIDE):
-            if window.first(n * self.block_size) <= i <= n:
-                return True
-        return False
 
     def limit_rows(self, seq: Seq, rows: int) -> int:
         """At most `rows` next rows, fewer if a recurrent state is to be kept in between."""
         if self.states is None:
             return rows
         block = seq.computed // self.block_size
-        for n in _branch_points(seq, block, self.states.stride):
-            if n > block:
-                rows = min(rows, n * self.block_size - seq.computed)
-        return rows
-
-    def keeps_state(self, seq: Seq, upto: int) -> bool:
-        """Whether to keep the state after `upto` tokens: at the prompt's end, at branch points and
-        every `stride` blocks."""
-        if self.states is None:
-            return False
-        if upto == seq.prompt_len:
-            return True
-        n, rest = divmod(upto, self.block_size)
-        if rest:
-            return False
-        return n in seq.branch_points or n % self.states.stride == 0
+        points = _branch_points(seq, block, self.states.stride)
+        stop = min(n for n in points if n > block)
+        return min(rows, stop * self.block_size - seq.computed)
 
     def free(self, seq: Seq) -> None:
         """Take all blocks and the state from the sequence."""

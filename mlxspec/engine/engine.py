@@ -252,14 +252,14 @@ class Engine:
             waiting=len(scheduler.waiting),
             blocks_used=pool.used,
             blocks_cached=len(pool.idle),
-            blocks_free=pool.size - 1 - pool.used - len(pool.idle),
+            blocks_free=len(pool.free_blocks) - len(pool.idle),
             prompt_left=sum(max(0, seq.prompt_len - seq.computed) for seq in reading),
             drafts=tuple((*key, n, drafts.accepted[key]) for key, n in drafts.drafted.items()),
             depths=tuple(drafts.depths.items()),
             parked_seconds=drafts.parked,
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
-            states=len(scheduler.kv.states or ()),
+            states=len(scheduler.kv.states.kept) if scheduler.kv.states else 0,
             running_requests=tuple(
                 (seq.request.id, seq.reported_cached, min(seq.computed, seq.prompt_len))
                 for seq in running

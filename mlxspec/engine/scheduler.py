@@ -305,9 +305,7 @@ class Scheduler:
             self.kv.cache_partial(seq, seq.prompt_len)
         if seq.finish:
             self.kv.cache_partial(seq, upto)
-        keeps_state = seq.finish or self.kv.keeps_state(seq, upto)
-        if self.kv.states is not None and keeps_state:
-            self.kv.cache_state(seq, upto, entry.state)
+        self.kv.cache_state(seq, upto, entry.state)
         if self.offloader and prompt_done:
             self.offloader.save(seq)
 

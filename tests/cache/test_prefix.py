@@ -92,7 +92,7 @@ def test_a_match_needs_the_window_before_it() -> None:
     assert hit.tables[1][:9] == [NULL_BLOCK] * 9 and NULL_BLOCK not in hit.tables[1][9:]
     (w,) = g.windows
     lost = hit.tables[1][10]
-    w.pool.low_priority.clear()  # any block may go; the one in the middle of the last window does
+    # Any block may go; the one in the middle of the last window does.
     w.pool.idle.move_to_end(lost, last=False)
     w.pool.free_blocks.move_to_end(lost, last=False)
     for block in [b for b in w.pool.free_blocks if b not in w.pool.parents]:
@@ -141,6 +141,7 @@ def test_a_match_ends_at_a_state() -> None:
     g = groups(64, states=4)
     seq = read(g, list(range(30)))
     assert g.match([*range(30), 1]).length == 0 and g.match([*range(30), 1]).known == 28
+    seq.branch_points.append(12 // SIZE)
     g.cache_state(seq, 12, "at 12")
     g.cache_state(seq, 30, "at 30")
     hit = g.match([*range(30), 1])
@@ -174,7 +175,10 @@ def test_steps_end_where_a_state_is_kept() -> None:
         seq.computed += g.limit_rows(seq, min(25, 90 - seq.computed))
         ends.append(seq.computed)
     assert ends == [25, 32, 57, 64, 88, 90]  # every 8 blocks, and the last full one of the prompt
-    assert [at for at in ends if g.keeps_state(seq, at)] == [32, 64, 88, 90]
+    assert g.states
+    for at in ends:
+        g.cache_state(seq, at, at)
+    assert list(g.states.kept.values()) == [32, 64, 88, 90]
     short = sequence(g, list(range(MIN_PROMPT * SIZE)))
     g.allocate_prefix(short, g.match(short.tokens))
     assert g.limit_rows(short, MIN_PROMPT * SIZE) == MIN_PROMPT * SIZE

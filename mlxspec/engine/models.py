@@ -51,15 +51,7 @@ class LoadCommand:
     n: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request, or one choice of it; or a command that waits."""
-
-    id: str
-    index: int | None = None
-
-
-Order = Request | LoadCommand | Abort
+Order = Request | LoadCommand
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +104,7 @@ class ModelManager:
     ranks: Ranks = field(default_factory=Ranks)
     wired: str = "off"  # "on": the first model that is loaded; then "done"
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
-    _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
+    _waiting: deque[Order] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
     _turns: deque[ModelSlot] = field(default_factory=deque)  # the first may step next
     _disk_bytes: int = 0
@@ -186,14 +178,12 @@ class ModelManager:
 
     def submit(self, order: Order) -> Outputs:
         """Start an order, or queue it until its model is loaded."""
-        if isinstance(order, Abort):
-            return self._abort(order)
         outputs = self._dispatch(order)
         if not self._leaving:
             outputs += self._choose_evictions()
         return outputs
 
-    def _dispatch(self, order: Request | LoadCommand) -> Outputs:
+    def _dispatch(self, order: Order) -> Outputs:
         slot = self._slot(order)
         ready = slot.engine and slot not in self._leaving
         if isinstance(order, LoadCommand):
@@ -209,7 +199,7 @@ class ModelManager:
         self._waiting.append(order)
         return []
 
-    def _slot(self, order: Request | LoadCommand) -> ModelSlot:
+    def _slot(self, order: Order) -> ModelSlot:
         return next(slot for slot in self.slots if order.model in ("", slot.info.name))
 
     def _add(self, slot: ModelSlot, request: Request) -> Outputs:
@@ -222,12 +212,13 @@ class ModelManager:
             return _finish(request, "error", error=str(error), fault="prompt")
         return []
 
-    def _abort(self, abort: Abort) -> Outputs:
+    def abort(self, id: str, index: int | None = None) -> Outputs:
+        """End a request, or one choice of it; or an order that waits."""
         outputs = []
         for engine in self._engines():
-            outputs += engine.abort(abort.id, abort.index)
+            outputs += engine.abort(id, index)
         for order in list(self._waiting):
-            if order.id == abort.id:
+            if order.id == id:
                 first = order is self._waiting[0]
                 self._waiting.remove(order)
                 outputs += _finish(order, "abort")
@@ -359,7 +350,7 @@ class ModelManager:
                 self._unload(slot)
 
 
-def _finish(order: Request | LoadCommand, finish: Finish, **reason: Any) -> Outputs:
+def _finish(order: Order, finish: Finish, **reason: Any) -> Outputs:
     """The final output of each choice."""
     return [Output(order.id, i, (), finish=finish, **reason) for i in range(order.n)]
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
@@ -20,7 +21,7 @@ import mlx.core as mx
 
 from mlxspec import log
 from mlxspec.engine.memory import CRITICAL, HOLD_S
-from mlxspec.engine.models import Abort, LoadCommand, ModelManager, Order
+from mlxspec.engine.models import LoadCommand, ModelManager, Order
 from mlxspec.types import (
     Busy,
     Dead,
@@ -51,7 +52,7 @@ class OutputStream:
     orders may share a `queue`, which then has the outputs of all.
     """
 
-    def __init__(self, order: Request | LoadCommand, queue: "asyncio.Queue[Output]") -> None:
+    def __init__(self, order: Order, queue: "asyncio.Queue[Output]") -> None:
         self.id, self.limit = order.id, order.n * MAX_UNREAD
         self.unfinished = set(range(order.n))  # choices whose last output was not delivered
         self._queue = queue
@@ -93,7 +94,7 @@ class Worker:
         self._manager = manager
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._inbox: SimpleQueue[Order] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], Outputs]] = SimpleQueue()
         self._stopping = self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, OutputStream] = {}  # on the loop's thread
@@ -134,7 +135,7 @@ class Worker:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice, before the next step; unknown ids do nothing."""
-        self._inbox.put(Abort(request_id, index))
+        self._inbox.put(partial(self._manager.abort, request_id, index))
 
     def stop(self) -> None:
         """End the thread after its current step, waiting at most STOP_S; may be called twice."""
@@ -164,13 +165,13 @@ class Worker:
         return self._queue(request, queue)
 
     def _queue(
-        self, order: Request | LoadCommand, queue: "asyncio.Queue[Output] | None" = None
+        self, order: Order, queue: "asyncio.Queue[Output] | None" = None
     ) -> OutputStream:
         if self._closed:
             raise Dead("the engine takes no more requests")
         self._loop = asyncio.get_running_loop()
         stream = self._streams[order.id] = OutputStream(order, queue or asyncio.Queue())
-        self._inbox.put(order)
+        self._inbox.put(partial(self._manager.submit, order))
         return stream
 
     @property
@@ -233,18 +234,25 @@ class Worker:
         try:
             self._deliver(outputs)
         except Exception as error:  # a client would wait for the lost outputs for ever
-            log.critical("the engine thread dies: outputs cannot be delivered", exc_info=error)
-            self._error = error
+            self._die(error)
             self._stop_soon()
 
     def lose(self, reason: str) -> None:
         """Another rank is gone and the engine's thread may wait for it for ever; for any thread."""
-        if self._error is None:
-            self._error = RankLost(reason)
-            log.critical("%s", reason)
-            if not self._started.done():
-                self._started.set_exception(self._error)
-            self._call_loop(lambda: self._finish_all("error", error=reason))
+        self._die(RankLost(reason))
+
+    def _die(self, error: BaseException) -> None:
+        """Fail all requests, or the launch; for any thread. The first error counts."""
+        if self._error is not None:
+            return
+        self._error = error
+        reason = line_of(error)
+        if self._started.done():
+            trace = None if isinstance(error, RankLost) else error
+            log.critical("the engine thread died: %s", reason, exc_info=trace)
+        else:
+            self._started.set_exception(error)
+        self._call_loop(lambda: self._finish_all("error", error=reason))
 
     # ---- engine thread
 
@@ -257,18 +265,9 @@ class Worker:
             while self._turn(manager):
                 pass
         except BaseException as failure:
-            error = manager.ranks.explain(failure)
-            if isinstance(error, RankLost):
-                self.lose(str(error))
-            else:
-                self._error = error
-                if self._started.done():
-                    log.critical("the engine thread died", exc_info=error)
-                else:
-                    self._started.set_exception(error)
+            self._die(manager.ranks.explain(failure))
         finally:
-            reason = line_of(self._error) if self._error else STOPPING
-            self._call_loop(lambda: self._finish_all("error", error=reason))
+            self._call_loop(lambda: self._finish_all("error", error=STOPPING))
             if not isinstance(self._error, RankLost):  # MLX would wait for the other rank
                 manager.close()
                 mx.clear_streams()
@@ -282,7 +281,7 @@ class Worker:
             timeout = IDLE_POLL_S
         elif manager.waits_for_disk:
             timeout = DISK_WAIT_S
-        orders: list[Order] = []
+        orders: list[Callable[[], Outputs]] = []
         with suppress(Empty):
             orders.append(self._inbox.get(timeout=timeout))
             while True:
@@ -293,7 +292,7 @@ class Worker:
             self._busy = True
             self._progress = time.monotonic()
         if orders:  # answered before a load, which takes long
-            self._publish([output for order in orders for output in manager.submit(order)])
+            self._publish([output for order in orders for output in order()])
         outputs = manager.step()
         manager.unload_idle()
         self._publish(outputs)

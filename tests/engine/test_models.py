@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mlxspec.config import Config
 from mlxspec.engine import models as module
 from mlxspec.engine.loader import load_engine
-from mlxspec.engine.models import RETRY_S, Abort, LoadCommand, ModelManager, ModelSlot
+from mlxspec.engine.models import RETRY_S, LoadCommand, ModelManager, ModelSlot
 from mlxspec.engine.worker import Worker
 from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
 from tests import tiny
@@ -482,7 +482,7 @@ def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> N
                 asked[f"r{len(asked)}"] = model
                 note(made.submit(replace(tiny.request(f"r{len(asked) - 1}", [1], n), model=model)))
             elif kind == "abort":
-                note(made.submit(Abort(f"r{n}")))
+                note(made.abort(f"r{n}"))
             elif kind == "step":
                 for _ in range(n):
                     turn()

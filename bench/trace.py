@@ -280,7 +280,7 @@ def record(
 
     with recorder.wrapped():
         worker = Worker(
-            ModelManager([ModelSlot(begin, ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0))]),
+            ModelManager([ModelSlot(begin, ModelInfo("", 0, 0, "", 0, 0, 0, 0))]),
             max_sequences=256,
         )
         info = worker.launch()

@@ -154,10 +154,11 @@ def _depths(served: Mapping[str, Served]) -> Metric:
         "mlxspec_draft_depth", "Tokens drafted per round; 0 where none were.", labels=MODEL
     )
     for model, one in served.items():
-        rounds = one.stats.depths
-        buckets = []
-        for most in DEPTHS:
-            buckets.append((str(float(most)), sum(n for depth, n in rounds if depth <= most)))
-        buckets.append(("+Inf", sum(n for _, n in rounds)))
-        family.add_metric((model,), buckets, sum(depth * n for depth, n in rounds))
+        reached = Counter[int]()  # rounds whose drafts have a token at this position
+        for _, position, tried, _ in one.stats.drafts:
+            reached[position] += tried
+        rounds = one.stats.rounds
+        buckets = [(str(float(most)), rounds - reached[most + 1]) for most in DEPTHS]
+        buckets.append(("+Inf", rounds))
+        family.add_metric((model,), buckets, reached.total())
     return family

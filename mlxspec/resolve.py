@@ -81,7 +81,6 @@ class ResolvedModel:
             vocab=config.get("vocab_size") or len(self.tokenizer),
             layout=self.config.layout,
             block_size=self.config.block_size,
-            kv_blocks=0,
             kv_bytes=0,
             weight_bytes=weights,
             created=int(time.time()),

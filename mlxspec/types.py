@@ -6,7 +6,7 @@ engine thread to the server. Imports the standard library only.
 """
 
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -100,8 +100,8 @@ class Output:
 
     `finish` is set in the last output of the choice; with "stop", the last token is the stop token.
     `cached` counts prompt tokens from the cache, `rounds` the steps that sampled for the choice so
-    far, `drafted` the verified draft tokens, `accepted` the accepted ones by source. `error` comes
-    with `finish == "error"`; `fault` says whose it is: the engine's, the model's (not loaded), the
+    far, `drafted` the verified draft tokens, `accepted` the accepted ones. `error` comes with
+    `finish == "error"`; `fault` says whose it is: the engine's, the model's (not loaded), the
     prompt's (longer than the window), the client's (did not read). `embedding` is float32 [D] of
     any length, numpy's.
     """
@@ -115,7 +115,7 @@ class Output:
     rounds: int = 0
     error: str = ""
     drafted: int = 0
-    accepted: tuple[tuple[str, int], ...] = ()
+    accepted: int = 0
     fault: Literal["engine", "model", "prompt", "client"] = "engine"
     embedding: Any = None
 
@@ -133,10 +133,9 @@ class ModelInfo:
     vocab: int
     layout: str
     block_size: int
-    kv_blocks: int
     kv_bytes: int
     weight_bytes: int
-    created: int  # unix seconds
+    created: int = 0  # unix seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,6 @@ class Stats:
     generated_tokens: int = 0
     # (source, position from 1, drafted, accepted)
     drafts: tuple[tuple[str, int, int, int], ...] = ()
-    depths: tuple[tuple[int, int], ...] = ()  # (draft length, rounds that verified so many)
     parked_seconds: float = 0.0  # with sequences that decoded and no draft
     preemptions: int = 0
     step_seconds: float = 0.0  # of the last step
@@ -178,8 +176,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that can be requested. `error` says why its last load failed; `used` is
-    time.monotonic() of its last work, 0: never."""
+    """A model that can be requested. `error` says why its last load failed."""
 
     info: ModelInfo
     status: Literal["loaded", "loading", "unloaded"] = "loaded"
@@ -187,7 +184,6 @@ class Served:
     pinned: bool = False
     loads: int = 0
     error: str = ""
-    used: float = 0.0
 
 
 class Busy(Exception):
@@ -285,7 +281,7 @@ class Seq:
     deferred: int = 0  # plans in which shorter prefills went first
     rounds: int = 0
     drafted: int = 0
-    accepted: Counter[str] = field(default_factory=Counter)  # by source
+    accepted: int = 0
     reported_cached: int = 0  # tokens from the prefix cache at the first admission, for usage
     finish: Finish | None = None
     flight: "deque[Entry]" = field(default_factory=deque)  # submitted, not committed

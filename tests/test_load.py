@@ -69,7 +69,7 @@ def served(root: Path, slots: int = SLOTS, queue: int = QUEUE, buffer: int = 0) 
             tiny.model("qwen3"), block=8, blocks=BLOCKS, max_sequences=slots, vocab=tiny.VOCAB
         )
         made.append(engine)
-        return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, BLOCKS, 1, 1, 1_700_000_000)
+        return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
     path = save_tokenizer(root / "model")
     worker = Worker(tiny.manager(start), max_sequences=slots, max_queue=queue)

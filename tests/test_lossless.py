@@ -234,7 +234,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
         assert drafted(e, name)
     e = tiny.engine(model(kind), layout=layout, block=BLOCK, blocks=12, budget=7, rollback=rollback)
     all_of = equip(e, name, kind, all_of)
-    e.scheduler.overcommit = True
+    tiny.admit_blindly(e.scheduler)
     for r in all_of.values():
         e.add(r)
     outputs = tiny.run(e, lambda i: e.abort("alone") if i == 6 else None, last=6)
@@ -318,7 +318,7 @@ def test_preemption(kind: str, name: str, temperature: float) -> None:
     all_of = requests(temperature)
     e = tiny.engine(model(kind), block=BLOCK, blocks=14)
     all_of = equip(e, name, kind, all_of)
-    e.scheduler.overcommit = True  # admit without looking ahead, so that blocks do run out
+    tiny.admit_blindly(e.scheduler)
     same(kind, drive(e, all_of, {"fork": 6, "one": 4}), all_of)
     assert e.scheduler.preemptions > 0
 

@@ -5,10 +5,10 @@ from dataclasses import fields
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxspec.metrics import Metrics
-from mlxspec.types import ModelInfo, Served, Stats
+from mlxspec.types import MAX_DEPTH, ModelInfo, Served, Stats
 
-INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
-SPECULATION = ("drafts", "depths", "parked_seconds")
+INFO = ModelInfo("tiny", 512, 320, "rows", 16, 1 << 20, 1 << 20, 1_700_000_000)
+SPECULATION = ("drafts", "parked_seconds")
 NONE = ("running_requests",)  # requests, which the page shows
 
 
@@ -70,18 +70,23 @@ def test_drafts_by_source_and_position() -> None:
 
 
 def test_rounds_by_draft_length() -> None:
-    depths = ((0, 10), (1, 5), (5, 2), (32, 1), (40, 3))
-    shown = page(Metrics(lambda: of(Stats(depths=depths))))
+    drafted = {("lookup", 1): 3, ("model", 1): 2, ("lookup", 5): 2, ("model", 32): 4}  # rounds
+    drafts = []
+    for source in ("lookup", "model"):
+        for position in range(1, MAX_DEPTH + 1):
+            rounds = [n for (s, length), n in drafted.items() if s == source and length >= position]
+            drafts.append((source, position, sum(rounds), 0))
+    shown = page(Metrics(lambda: of(Stats(rounds=21, drafts=tuple(drafts)))))
     buckets = {
         float(name.removeprefix("mlxspec_draft_depth_bucket")): value
         for name, value in shown.items()
         if name.startswith("mlxspec_draft_depth_bucket")
     }
     assert buckets == {
-        0: 10, 1: 15, 2: 15, 3: 15, 4: 15, 6: 17, 8: 17, 12: 17, 16: 17, 24: 17, 32: 18, float("inf"): 21
+        0: 10, 1: 15, 2: 15, 3: 15, 4: 15, 6: 17, 8: 17, 12: 17, 16: 17, 24: 17, 32: 21, float("inf"): 21
     }  # fmt: skip
     assert shown["mlxspec_draft_depth_count"] == 21
-    assert shown["mlxspec_draft_depth_sum"] == 5 + 2 * 5 + 32 + 3 * 40
+    assert shown["mlxspec_draft_depth_sum"] == 5 + 2 * 5 + 4 * 32
 
 
 def test_without_speculation() -> None:

@@ -66,7 +66,7 @@ def test_preemption(kind: str, name: str, bits: int) -> None:
     all_of = requests(0.8)
     e = tiny.engine(model(kind), block=BLOCK, blocks=14, kv_bits=bits)
     all_of = equip(e, name, kind, all_of)
-    e.scheduler.overcommit = True  # admit without looking ahead, so that blocks do run out
+    tiny.admit_blindly(e.scheduler)
     same(kind, drive(e, all_of, {"fork": 6, "one": 4}), all_of)
     assert e.scheduler.preemptions > 0
 

@@ -103,6 +103,6 @@ def test_a_model_keeps_to_its_share(
     config = Config(
         model=dirs[0], cache_dir=str(tmp_path), cache_gb=0, speculate="off", max_sequences=2
     )
-    whole, half = (resolve_model(config, share).load()[1].kv_blocks for share in (1, 0.5))
+    whole, half = (resolve_model(config, share).load()[0].scheduler.pool.size for share in (1, 0.5))
     least = -(-512 // 32) + 1  # what one sequence needs comes first
     assert abs(whole - 2 * half) <= least

@@ -273,7 +273,7 @@ def engine(
 
 def manager(start: Start) -> ModelManager:
     """Of one model, which `start` loads."""
-    unknown = ModelInfo("", 0, 0, "", 0, 0, 0, 0, created=1_700_000_000)
+    unknown = ModelInfo("", 0, 0, "", 0, 0, 0, created=1_700_000_000)
     return ModelManager([ModelSlot(start, unknown)])
 
 
@@ -288,6 +288,11 @@ def request(
 ) -> Request:
     stop = kw.pop("stop_tokens", frozenset())
     return Request(name, tuple(prompt), n, Sampling(temperature=temperature, **kw), stop, choices)
+
+
+def admit_blindly(s: Scheduler) -> None:
+    """Let sequences start without looking ahead at blocks, so that these do run out."""
+    s._lacking = lambda seq: 0  # type: ignore[method-assign]
 
 
 def check_sequences(s: Scheduler) -> None:

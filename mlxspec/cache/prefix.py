@@ -199,9 +199,9 @@ class KVCacheManager:
                 pool.cache(table[upto // self.block_size], parent, tail)
 
     def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
-        """Keep the recurrent state after the sequence's first `upto` tokens, which are cached, where
-        a later prompt may continue: at the end of the prompt and of the answer, at branch points
-        and every `stride` blocks."""
+        """Keep the recurrent state after the first `upto` tokens, which are cached, where a later
+        prompt may continue: at the end of the prompt and of the answer, at branch points and every
+        `stride` blocks."""
         if self.states is None:
             return
         n, rest = divmod(upto, self.block_size)

@@ -149,7 +149,7 @@ def figures(pairs: Pairs) -> dict[str, float]:
         last = fast[-1][1]  # its counts are of the whole answer
         rounds += last.rounds
         drafted += last.drafted
-        accepted += sum(count for _, count in last.accepted)
+        accepted += last.accepted
     return {
         "tokens": tokens,
         "first_token_s": median(fast[0][0] for _, _, fast in pairs),

@@ -24,16 +24,14 @@ from mlxspec.types import POOLED, Draft, Entry, InvalidRequest, Outputs, Request
 
 @dataclass(slots=True)
 class SpecDecodeMetrics:
-    """Drafted and accepted tokens by (source, position), rounds by draft length, and seconds of
-    decoding without any draft. Bounded: few sources, MAX_DEPTH positions."""
+    """Drafted and accepted tokens by (source, position), and seconds of decoding without any draft.
+    Bounded: few sources, MAX_DEPTH positions."""
 
     drafted: Counter[tuple[str, int]] = field(default_factory=Counter)
     accepted: Counter[tuple[str, int]] = field(default_factory=Counter)
-    depths: Counter[int] = field(default_factory=Counter)
     parked: float = 0.0
 
     def record(self, draft: Draft, accepted: int) -> None:
-        self.depths[len(draft)] += 1
         for i in range(len(draft)):
             key = draft.source, i + 1
             self.drafted[key] += 1
@@ -255,7 +253,6 @@ class Engine:
             blocks_free=len(pool.free_blocks) - len(pool.idle),
             prompt_left=sum(max(0, seq.prompt_len - seq.computed) for seq in reading),
             drafts=tuple((*key, n, drafts.accepted[key]) for key, n in drafts.drafted.items()),
-            depths=tuple(drafts.depths.items()),
             parked_seconds=drafts.parked,
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,

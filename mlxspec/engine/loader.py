@@ -138,10 +138,8 @@ def _info(
         vocab=layout.vocab,
         layout=layout.layout,
         block_size=scheduler.pool.block_size,
-        kv_blocks=plan.blocks,
         kv_bytes=plan.cache_bytes,
         weight_bytes=plan.weights,
-        created=int(time.time()),
     )
 
 

@@ -170,7 +170,7 @@ class ModelManager:
                 ranks=self.ranks.size,
             )
             served[slot.info.name] = Served(
-                slot.info, status, stats, slot.pinned, slot.loads, slot.error, slot.used
+                slot.info, status, stats, slot.pinned, slot.loads, slot.error
             )
         return served
 

@@ -45,7 +45,6 @@ class Scheduler:
     prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     sharing: bool = True
     can_draft: bool = True
-    overcommit: bool = False  # admit without looking ahead at blocks; for tests of preemption
     waiting: deque[Seq] = field(default_factory=deque)
     running: list[Seq] = field(default_factory=list)  # oldest first
     offloader: KVOffloader | None = None
@@ -90,11 +89,8 @@ class Scheduler:
         index: int | None = None,
     ) -> Outputs:
         """End the choices of `request` (all, or one) and free their blocks."""
-        outputs = []
-        for seq in (*self.running, *self.waiting):
-            if seq.request.id == request and index in (None, seq.index):
-                outputs.append(self.end(seq, "abort"))
-        return outputs
+        choices = [s for s in (*self.running, *self.waiting) if s.request.id == request]
+        return [self.end(s, "abort") for s in choices if index in (None, s.index)]
 
     def end(self, seq: Seq, finish: Finish, error: str = "") -> Output:
         """End a choice that is not complete, and free its blocks."""
@@ -218,14 +214,12 @@ class Scheduler:
         prompt that they share."""
         if seq.flight or (self.offloader and self.offloader.restoring(seq)):
             return True
-        for other in (*self.running, *self.waiting):
-            if other.request is seq.request and other.order < seq.order and not other.generated:
-                return True
-        return False
+        older = [s for s in (*self.running, *self.waiting) if s.order < seq.order]
+        return any(s.request is seq.request and not s.generated for s in older)
 
     def _lacking(self, seq: Seq) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
-        return 0 if self.overcommit else self.kv.blocks_needed(seq, seq.known + 1)
+        return self.kv.blocks_needed(seq, seq.known + 1)
 
     def _blocks_to_start(self, seq: Seq, match: PrefixMatch) -> int:
         """Free blocks that a waiting sequence takes: all but those that it shares with running
@@ -281,8 +275,7 @@ class Scheduler:
         seq.inflight_drafts -= len(entry.draft)
         seq.rounds += 1
         seq.drafted += len(entry.draft)
-        if drafts:
-            seq.accepted[entry.draft.source] += drafts
+        seq.accepted += drafts
         seq.tokens += new.tokens
         computed = entry.start + entry.count + drafts
         for e in seq.flight:
@@ -353,6 +346,6 @@ def _output(seq: Seq, new: Accepted, error: str = "") -> Output:
         seq.rounds,
         error,
         seq.drafted,
-        tuple(seq.accepted.items()),
+        seq.accepted,
         embedding=seq.embedding,
     )

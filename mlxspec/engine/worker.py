@@ -164,9 +164,7 @@ class Worker:
             raise Busy(HOLD_S, "the machine is short of memory")
         return self._queue(request, queue)
 
-    def _queue(
-        self, order: Order, queue: "asyncio.Queue[Output] | None" = None
-    ) -> OutputStream:
+    def _queue(self, order: Order, queue: "asyncio.Queue[Output] | None" = None) -> OutputStream:
         if self._closed:
             raise Dead("the engine takes no more requests")
         self._loop = asyncio.get_running_loop()

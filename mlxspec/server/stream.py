@@ -92,8 +92,7 @@ class Choice:
     def kept(self) -> int:
         """Drafted tokens that are part of the answer. A round brings its accepted tokens and one
         more; the engine's count goes beyond a stop among them."""
-        accepted = sum(count for _, count in self.output.accepted)
-        return min(accepted, max(0, self.reader.count - self.output.rounds + 1))
+        return min(self.output.accepted, max(0, self.reader.count - self.output.rounds + 1))
 
 
 Choices = Sequence[Choice]  # of one response

@@ -20,7 +20,7 @@ from mlxspec.types import ModelInfo, Request
 from tests import tiny
 from tests.drafters import attach
 
-INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 0, 0, 0)
+INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 0, 0, 0)
 ORDER = ("plan", "build", "submit", "read", "commit", "publish")
 Spans = dict[str, list[tuple[float, float]]]
 

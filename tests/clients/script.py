@@ -21,7 +21,7 @@ from tests.tiny_tokenizer import save_tokenizer
 Play = Callable[[str], str]  # from a prompt to what is said to it
 
 NAME = "scripted/coder-1b"
-INFO = ModelInfo(NAME, 200_000, 320, "rows", 16, 1 << 14, 1 << 20, 1 << 20, 1_700_000_000)
+INFO = ModelInfo(NAME, 200_000, 320, "rows", 16, 1 << 20, 1 << 20, 1_700_000_000)
 SIDE = "A greeting is mended"  # to what comes without tools: a title, a commit message
 DONE = "The greeting is mended."
 SUMMARY = "So far, files were read."

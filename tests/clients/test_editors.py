@@ -57,7 +57,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Reco
 
     def start() -> Any:
         engine = tiny.engine(tiny.model("qwen3"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
-        return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
+        return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
     worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
     worker.launch()

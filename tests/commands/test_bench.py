@@ -33,7 +33,7 @@ def command(*words: str) -> int:
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None) -> SimpleNamespace:
     """A tiny model in place of the one that the settings name, with short tasks."""
     seen = SimpleNamespace(config=None)
-    info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 1, 1, 0)
+    info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1, 1, 0)
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "model"))
 
     def resolve(config: object) -> SimpleNamespace:

@@ -93,7 +93,7 @@ def test_a_conversation_stays_in_the_prefix_cache() -> None:
 
 def test_a_preempted_text_begins_again() -> None:
     e = tiny.engine(tiny.model("qwen3"), blocks=9, budget=7)
-    e.scheduler.overcommit = True
+    tiny.admit_blindly(e.scheduler)
     e.add(tiny.request("chat", CHAT, 30))
     for name in PROMPTS:
         e.add(wanted(name, "mean"))

@@ -57,7 +57,7 @@ def test_a_stop_found_late_costs_one_row(qwen3) -> None:
     assert e.counters["steps"] == end + 1
     assert out[-1].rounds == end
     now = e.stats()
-    assert (now.rounds, now.generated_tokens, now.depths) == (end, end, ((0, end),)), (
+    assert (now.rounds, now.generated_tokens, now.drafts) == (end, end, ()), (
         "what was dropped counts"
     )
 

@@ -143,7 +143,7 @@ def test_choices(kind: str, layout: Any, length: int) -> None:
 def test_preempted_sequences_come_back(kind: str, layout: Any) -> None:
     """They push each other out, with drafts in flight too; then each is asked to go on."""
     e, drafted = start(kind, layout, blocks=12)
-    e.scheduler.overcommit = True
+    tiny.admit_blindly(e.scheduler)
     asked = [few(f"r{i}", some(9 + 5 * i, i), 24) for i in range(4)]
     outputs = ask(e, *asked)
     assert e.scheduler.preemptions > 1
@@ -210,7 +210,7 @@ def test_whatever_happens(kind: str, layout: Any, seed: int) -> None:
     e, drafted = start(
         kind, layout, parked=True, blocks=rng.choice((12, 16, 24)), budget=rng.choice((3, 16))
     )
-    e.scheduler.overcommit = True
+    tiny.admit_blindly(e.scheduler)
     told = [some(5 * BLOCK, seed)]
     for i in range(60):
         e.proposer.depth = rng.choice((0, 0, 1, K))  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ def test_several_models_have_heads_of_their_own(tmp_path: Path) -> None:
         return load_engine(kinds.TARGET, "eagle3", config, kinds.DATA / "eagle3")
 
     starts: dict[str, Callable[[], Any]] = {"mtp": partial(pair, tmp_path), "eagle3": other}
-    unknown = ModelInfo("", 0, 0, "", 0, 0, 0, 0, created=1_700_000_000)
+    unknown = ModelInfo("", 0, 0, "", 0, 0, 0, created=1_700_000_000)
     slots = [ModelSlot(start, replace(unknown, name=name)) for name, start in starts.items()]
     manager = ModelManager(slots, lambda name, held, freed: "full" if held - freed else "")
     manager.launch()

@@ -59,7 +59,7 @@ def test_steps_that_a_model_cuts_are_not_measured(
 def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
     e, info = load_engine(path, "tiny", settings(block_size=16))
     assert (info.name, info.layout, info.vocab, info.context) == ("tiny", "rows", tiny.VOCAB, 512)
-    assert info.kv_blocks == memory.CONTEXTS * 512 // 16 + 1
+    assert e.scheduler.pool.size == memory.CONTEXTS * 512 // 16 + 1
     pools = [p for pages in e.runner.caches for p in pages.pools()]
     assert info.kv_bytes == sum(p.nbytes for p in pools) and info.weight_bytes > 0
     assert e.scheduler.prefill_budget.rows([], 0, decoding=True) > 0

@@ -53,7 +53,7 @@ def test_the_memory_of_a_head_is_planned(tmp_path: Path, kind: str) -> None:
     without, plain = load_engine(target, "tiny", settings())
     e, info = load_engine(target, "tiny", settings(), path)
     head = head_of(e).head
-    assert info.kv_blocks == plain.kv_blocks == 64
+    assert e.scheduler.pool.size == without.scheduler.pool.size == 64
     kept = heads.cache_bytes(head)
     more = 64 * BLOCK * kept.token
     states, same = e.scheduler.kv.states, without.scheduler.kv.states

@@ -27,7 +27,7 @@ from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, 
 from tests import tiny
 
 KINDS = {"a": "qwen3", "b": "llama", "c": "qwen3_moe"}
-INFO = ModelInfo("", 512, tiny.VOCAB, "rows", 8, 64, 0, 1, 1)
+INFO = ModelInfo("", 512, tiny.VOCAB, "rows", 8, 0, 1, 1)
 PLAIN = {name: tiny.Plain(tiny.model(kind)) for name, kind in KINDS.items()}
 
 

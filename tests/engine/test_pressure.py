@@ -172,7 +172,7 @@ def monitor() -> MemoryMonitor:
 
 @pytest.fixture
 def worker(monitor: MemoryMonitor) -> Iterator[Worker]:
-    info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 1000, 234, 0)
+    info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1000, 234, 0)
     manager = tiny.manager(lambda: (tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB), info))
     manager.monitor = monitor
     w = Worker(manager, max_sequences=8)

@@ -223,7 +223,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 
 def test_short_of_blocks_the_youngest_gives_way_and_comes_back() -> None:
     m = Mock(8, context=28)
-    m.s.overcommit = True  # admit blindly, so that blocks run out later
+    tiny.admit_blindly(m.s)
     for i, name in enumerate("abc"):
         m.s.add(Request(name, (i, i, i, i, i), 16))
     m.finish()
@@ -237,7 +237,7 @@ def test_the_preempted_wait_in_order_and_report_their_first_hit() -> None:
     m = Mock(9, context=28)
     m.s.add(Request("first", (5, 5, 5, 5, 5), 1))
     m.finish()
-    m.s.overcommit = True
+    tiny.admit_blindly(m.s)
     for i, name in enumerate("abcd"):
         m.s.add(Request(name, (5, 5, 5, 5, 5, i), 14))
     for _ in range(200):
@@ -292,7 +292,7 @@ def test_a_blocked_prompt_is_not_hashed_at_every_step(monkeypatch: pytest.Monkey
 def test_drafts_are_trimmed_before_anyone_is_preempted() -> None:
     for blocks, depths in ((5, [5, 5]), (4, [5, 1])):  # the blocks that are left go to drafts
         m = Mock(blocks, context=12)
-        m.s.overcommit = True
+        tiny.admit_blindly(m.s)
         m.s.add(Request("a", (1, 1), 7))
         m.s.add(Request("b", (2, 2), 7))
         m.step()
@@ -385,7 +385,7 @@ def test_random_lives(data: st.DataObject) -> None:
         max_sequences=sequences,
     )
     if rng.random() < 0.5:
-        m.s.overcommit = True
+        tiny.admit_blindly(m.s)
     alive: dict[str, Request] = {}
     for i in range(40):
         if rng.random() < 0.4:

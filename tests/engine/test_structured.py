@@ -177,7 +177,7 @@ def test_preemption_and_choices(name: str, grammar: Any) -> None:
     all_of = requests(0.8, choices=2, grammar=grammar)
     e = tiny.engine(model("llama"), block=BLOCK, blocks=16)
     equip(e, name, "llama", all_of)
-    e.scheduler.overcommit = True
+    tiny.admit_blindly(e.scheduler)
     for r in all_of.values():
         e.add(r)
     outputs = tiny.run(e)

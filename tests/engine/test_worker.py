@@ -12,7 +12,7 @@ from mlxspec.engine.worker import Worker
 from mlxspec.types import Busy, Dead, ModelInfo, Output, UserError
 from tests import tiny
 
-INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 0, 0, 0)
+INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 0, 0, 0)
 
 
 def make(**kw) -> Worker:

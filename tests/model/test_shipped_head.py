@@ -61,5 +61,5 @@ def test_it_drafts_for_the_real_model(smollm2: Path) -> None:
         assert tokens_of(drafted) == tokens_of(plain)
         last = drafted[-1][1]
         tokens, rounds = tokens + 64, rounds + last.rounds
-        assert dict(last.accepted)["eagle3"] > 0
+        assert last.accepted > 0
     assert tokens / rounds > 1.2

@@ -26,7 +26,7 @@ def tiny_worker(kind: str, context: int, drafter: str = "", **bounds: int) -> It
         engine = tiny.engine(tiny.model(kind), blocks=256, context=context, vocab=tiny.VOCAB)
         if drafter:
             attach(engine, drafter)
-        return engine, ModelInfo("tiny", context, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
+        return engine, ModelInfo("tiny", context, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
     made = Worker(tiny.manager(start), **bounds)
     made.launch()

@@ -290,7 +290,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     two = save_tokenizer(tmp_path_factory.mktemp("two"), template=AGENT, extra=THINK + CALLS)
 
     def loads(name: str, kind: str) -> Any:
-        info = ModelInfo(name, 512, tiny.VOCAB, "rows", 8, 128, 0, 1, 1)
+        info = ModelInfo(name, 512, tiny.VOCAB, "rows", 8, 0, 1, 1)
 
         def start() -> Any:
             return tiny.engine(tiny.model(kind), blocks=128, vocab=tiny.VOCAB), info

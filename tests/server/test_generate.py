@@ -274,7 +274,7 @@ async def test_the_log_line(make: Callable[..., Server], caplog: pytest.LogCaptu
 async def test_the_log_line_tells_of_drafts(
     make: Callable[..., Server], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    s = make(says=("hello world the system",), group=2, drafted=4, sources=("lookup", "model"))
+    s = make(says=("hello world the system",), group=2, drafted=4)
     with caplog.at_level(logging.INFO, "mlxspec"):
         await s.chat(stream=stream)
     told = "2.0 tok/round, 25% of drafts kept"

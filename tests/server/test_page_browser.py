@@ -93,9 +93,7 @@ def serving(path: Path, config: Config) -> Iterator[str]:
             tiny.model("llama"), blocks=256, budget=64, context=512, vocab=tiny.VOCAB, trace=SLOW
         )
         attach(engine, "lookup")
-        return engine, ModelInfo(
-            NAME, 512, tiny.VOCAB, "rows", 8, 256, 1 << 20, 1 << 20, 1_700_000_000
-        )
+        return engine, ModelInfo(NAME, 512, tiny.VOCAB, "rows", 8, 1 << 20, 1 << 20, 1_700_000_000)
 
     worker = Worker(tiny.manager(start), max_sequences=4, max_queue=64)
     worker.launch()

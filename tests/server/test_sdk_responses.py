@@ -231,7 +231,7 @@ def test_a_conversation_with_the_real_engine(tokenizer: Any, model_dir: Path) ->
 
     def start() -> Any:
         engine = tiny.engine(tiny.model("llama"), blocks=256, context=512, vocab=tiny.VOCAB)
-        return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
+        return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
     worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
     worker.launch()

@@ -33,7 +33,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Anthropic]:
             context=CONTEXT,
             vocab=tiny.VOCAB,
         )
-        return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 32, 1, 1, 1, 1_700_000_000)
+        return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 32, 1, 1, 1_700_000_000)
 
     worker = Worker(tiny.manager(start), max_sequences=4, max_queue=16)
     worker.launch()

@@ -165,15 +165,13 @@ def test_usage_counts_a_prompt_once(tokenizer: Any) -> None:
     }
 
 
-def speculated(tokenizer: Any, *rounds: tuple[int, str, int], stop: tuple[str, ...] = ()) -> Choice:
-    """A choice that read one output per round: (drafted, source, kept)."""
-    made, drafted, accepted = choice(tokenizer, stop=stop), 0, dict[str, int]()
-    for n, (more, source, kept) in enumerate(rounds, 1):
+def speculated(tokenizer: Any, *rounds: tuple[int, int], stop: tuple[str, ...] = ()) -> Choice:
+    """A choice that read one output per round: (drafted, kept)."""
+    made, drafted, accepted = choice(tokenizer, stop=stop), 0, 0
+    for n, (more, kept) in enumerate(rounds, 1):
         drafted += more
-        accepted[source] = accepted.get(source, 0) + kept
-        made.take(
-            output([64] * (kept + 1), rounds=n, drafted=drafted, accepted=tuple(accepted.items()))
-        )
+        accepted += kept
+        made.take(output([64] * (kept + 1), rounds=n, drafted=drafted, accepted=accepted))
     return made
 
 
@@ -185,8 +183,8 @@ def details(*choices: Choice) -> tuple[int, int]:
 
 
 def test_usage_counts_drafts_over_all_choices(tokenizer: Any) -> None:
-    one = speculated(tokenizer, (0, "", 0), (4, "lookup", 3), (2, "model", 0))
-    other = speculated(tokenizer, (5, "lookup", 5))
+    one = speculated(tokenizer, (0, 0), (4, 3), (2, 0))
+    other = speculated(tokenizer, (5, 5))
     assert (details(one), details(other)) == ((3, 3), (5, 0))
     assert details(one, other) == (8, 3)
 
@@ -194,7 +192,7 @@ def test_usage_counts_drafts_over_all_choices(tokenizer: Any) -> None:
 @pytest.mark.parametrize("read", range(1, 5))
 def test_drafts_behind_a_stop_are_not_kept(tokenizer: Any, read: int) -> None:
     """A round of three kept drafts and one more token, of which the stop string leaves `read`."""
-    made = speculated(tokenizer, (2, "suffix", 1), (3, "lookup", 3), stop=("a" * (2 + read),))
+    made = speculated(tokenizer, (2, 1), (3, 3), stop=("a" * (2 + read),))
     assert made.reader.count == 2 + read and made.finish == "stop"
     kept = 1 + min(read, 3)
     assert details(made) == (kept, 5 - kept)

@@ -44,7 +44,7 @@ def client(path: Path) -> Iterator[httpx.Client]:
     def start() -> Any:
         engine = tiny.engine(tiny.model("llama"), blocks=256, context=1024, vocab=tiny.VOCAB)
         attach(engine, "lookup")
-        return engine, ModelInfo("tiny", 1024, tiny.VOCAB, "rows", 8, 1, 1, 1, 1_700_000_000)
+        return engine, ModelInfo("tiny", 1024, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
     worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
     worker.launch()

@@ -44,7 +44,7 @@ function totals(now) {
       const key = `${source} ${position}`, at = drafts.get(key) ?? { source, position, tried: 0, kept: 0 };
       drafts.set(key, { source, position, tried: at.tried + tried, kept: at.kept + kept });
     }
-  const depths = sum(now.models, (m) => sum(m.stats.depths, ([depth, rounds]) => depth * rounds));
+  const depths = sum([...drafts.values()], (one) => one.tried);
   const names = ["generated_tokens", "prompt_tokens", "cached_tokens", "rounds", "running", "waiting", "prompt_left"];
   return { time: now.time, drafts, depths, ...Object.fromEntries(names.map((name) => [name, all(name)])) };
 }

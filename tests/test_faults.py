@@ -25,7 +25,6 @@ from starlette.types import ASGIApp
 
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.config import Config
-from mlxspec.engine import structured
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import ModelManager
 from mlxspec.engine.scheduler import Scheduler
@@ -66,7 +65,7 @@ POINTS: list[tuple[Any, str]] = [
     (Engine, "housekeep"),
     (Proposer, "depths"),
     (Scheduler, "plan"),
-    (structured, "mask"),
+    (Engine, "_mask"),
     (Runner, "copy_blocks"),
     (Runner, "forward"),
     (Runner, "submit"),
@@ -75,7 +74,7 @@ POINTS: list[tuple[Any, str]] = [
     (Step, "read"),
     (Runner, "sample"),
     (Scheduler, "commit"),
-    (structured, "advance"),
+    (Engine, "_advance"),
     (KVOffloader, "poll"),
     (Worker, "_publish"),
     (Worker, "_deliver"),  # on the event loop's thread

@@ -35,7 +35,6 @@ MAY_IMPORT = {
     "cache": PLAIN | {"cache"},
     "engine": ENGINE,
     "engine.scheduler": PLAIN | {"cache", "engine.budget"},
-    "engine.structured": PLAIN,
     "engine.budget": PLAIN,
     "engine.memory": PLAIN | {"cache", "engine.budget", "engine.memory"},
     "resolve": ENGINE | {"text"},
@@ -60,7 +59,7 @@ LIBRARIES = {
     "typer": {"cli", "commands.options", "commands.service"},
 }
 # Pure Python, so that they can be read and tested without a model.
-NO_MLX = ("engine.scheduler", "engine.budget", "engine.structured", "engine.memory", "cache")
+NO_MLX = ("engine.scheduler", "engine.budget", "engine.memory", "cache")
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -8,18 +8,30 @@ token.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from mlxspec.cache.offload import KVOffloader
-from mlxspec.engine import structured
 from mlxspec.engine.memory import CRITICAL, NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.model import meter
 from mlxspec.model.batch import Step, pool_rows
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import POOLED, Draft, Entry, InvalidRequest, Outputs, Request, Seq, Stats
+from mlxspec.types import (
+    POOLED,
+    Accepted,
+    Draft,
+    InvalidRequest,
+    Output,
+    Outputs,
+    Plan,
+    Request,
+    Seq,
+    Stats,
+)
 
 
 @dataclass(slots=True)
@@ -106,7 +118,7 @@ class Engine:
         self.runner.copy_blocks(self.scheduler.copies)  # before a head writes there
         self.scheduler.copies.clear()
         self.proposer.draft(plan, previous)
-        outputs += self._fail(structured.mask(plan))
+        outputs += self._mask(plan)
         plan = [e for e in plan if not e.seq.finish]
         if plan:
             forward = self.runner.forward(plan, previous)
@@ -135,10 +147,8 @@ class Engine:
         """Whether the step in flight must be read before the next one is planned: a grammar's mask
         or a drafter depends on tokens that were not read."""
         running = self.scheduler.running
-        for seq in running:
-            if seq.restricted and seq.pending:
-                return True
-        return self.proposer.needs_sync(running)
+        masked = any(seq.restricted and seq.pending for seq in running)
+        return masked or self.proposer.needs_sync(running)
 
     def _finish(self, step: Step) -> Outputs:
         """Read a submitted step: accept, commit, observe."""
@@ -158,18 +168,44 @@ class Engine:
                 self.spec_metrics.record(e.draft, new.drafts)
             prompt = e.seq.prompt_len - e.start
             self.counters["prompt_tokens"] += max(0, min(e.count, prompt))
-        failures = list(structured.advance(zip(step.plan, accepted, strict=True)))
         outputs = self.scheduler.commit(step.plan, accepted)
         self.counters["generated_tokens"] += sum(len(o.tokens) for o in outputs)
         self.proposer.observe(step, accepted, self.step_seconds)
-        return outputs + self._fail(failures)
+        return outputs + self._advance(step.plan, accepted)
 
-    def _fail(self, failures: structured.Failures) -> Outputs:
-        """End the choices whose grammars failed."""
-        return [
-            self.scheduler.end(seq, "error", f"the grammar cannot go on: {error}")
-            for seq, error in failures
-        ]
+    # ---- grammars ----------------------------------------------------------------------------
+
+    def _mask(self, plan: Plan) -> Outputs:
+        """Fill the masks of the entries that sample under a grammar, and cut their drafts before
+        the first token that it refuses. A grammar that fails ends its own choice only."""
+        failed = []
+        for e in plan:
+            if not e.seq.restricted or not e.samples:
+                continue
+            # A draft on the device is read here: the masks depend on its tokens.
+            tokens = np.array(e.draft.tokens, np.int32).tolist()
+            try:
+                e.masks = e.seq.matcher.masks(tokens)
+                e.draft = replace(e.draft, tokens=tokens[: len(e.masks) - 1])
+            except Exception as error:
+                failed.append(self._fail(e.seq, error))
+        return failed
+
+    def _advance(self, plan: Plan, accepted: Sequence[Accepted]) -> Outputs:
+        """Advance the grammars of choices that go on over the tokens that were accepted."""
+        failed = []
+        for e, new in zip(plan, accepted, strict=True):
+            if e.seq.matcher and not e.seq.finish:
+                try:
+                    e.seq.matcher.take(new.tokens)
+                except Exception as error:
+                    failed.append(self._fail(e.seq, error))
+        return failed
+
+    def _fail(self, seq: Seq, error: Exception) -> Output:
+        return self.scheduler.end(seq, "error", f"the grammar cannot go on: {error}")
+
+    # ---- after a step ------------------------------------------------------------------------
 
     def _learn_time(self, step: Step) -> None:
         """Measure a step, which lasts from its beginning, or the read before it if that was later,
@@ -185,7 +221,7 @@ class Engine:
         if decoding and not any(len(e.draft) for e in step.plan):
             self.spec_metrics.parked += self.step_seconds
 
-    def _begin_new(self, plan: Iterable[Entry]) -> None:
+    def _begin_new(self, plan: Plan) -> None:
         for e in plan:
             if e.seq not in self._live:
                 self._live[e.seq] = None

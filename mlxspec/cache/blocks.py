@@ -67,12 +67,7 @@ class BlockPool:
 
     def match(self, tokens: Ids) -> list[bytes]:
         """The keys of the longest cached prefix of `tokens`, in full blocks. Changes nothing."""
-        found = []
-        for key in self.chain(tokens):
-            if key not in self.by_key:
-                break
-            found.append(key)
-        return found
+        return list(takewhile(self.by_key.__contains__, self.chain(tokens)))
 
     def match_partial(self, parent: bytes, tokens: Ids) -> tuple[int, int]:
         """The block after `parent` that shares the most leading tokens with `tokens`, and how many
@@ -170,14 +165,13 @@ class BlockPool:
             self.free([block])
         return len(evicted)
 
-    def check(self, tables: Iterable[Ids] | None = None) -> None:
-        """Assert every invariant; `tables`, if given, are all the block tables with references."""
+    def check(self, tables: Iterable[Ids]) -> None:
+        """Assert every invariant; `tables` are all the block tables with references."""
         unused = {block for block in range(1, self.size) if not self.refs[block]}
         assert self.free_blocks.keys() == unused
-        if tables is not None:
-            held = Counter(block for table in tables for block in table)
-            del held[NULL_BLOCK]
-            assert held == self.refs, "tables and references differ"
+        held = Counter(block for table in tables for block in table)
+        del held[NULL_BLOCK]
+        assert held == self.refs, "tables and references differ"
         assert self.idle.keys() == self.free_blocks.keys() & self.parents.keys()
         assert self.keys == {block: key for key, block in self.by_key.items()}
         assert self.keys.keys() <= self.parents.keys()

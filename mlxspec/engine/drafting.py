@@ -126,7 +126,8 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
 
 
 def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config: Config) -> None:
-    """Measure what steps cost, and give the idle engine its drafters."""
+    """Give the idle engine its drafters, after measuring what steps cost with the kernels in use,
+    unless an earlier start did."""
     pool = engine.scheduler.pool
     if not engine.scheduler.can_draft:
         log.warning("no speculation: this model cannot roll back a rejected draft")
@@ -134,7 +135,12 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     highest = pool.highest
     blocks = min(len(pool.free_blocks), -(-MEASURED // pool.block_size))
     table = pool.allocate(blocks) or []
-    costs = _measure_steps(engine, cache, table)
+    kernels = kernels_in_use()
+    known = cache.costs if cache.kernels == kernels else None
+    with progress("Measuring steps") as report:
+        costs = calibrate(engine.runner, table, known, report)
+    cache.costs = costs
+    cache.kernels = kernels
     if costs:
         drafters: list[Drafter] = [NgramDrafter()]
         if drafting.fitted:
@@ -234,15 +240,3 @@ def _choose_tap(engine: Engine, head: HeadDrafter, costs: Costs) -> Tap:
     best = max(rates, key=lambda tap: rates[tap])
     log.debug("acceptance rates by hidden state: %s", rates)
     return best if rates[best] > CLEARLY * rates[usual] else usual
-
-
-def _measure_steps(engine: Engine, cache: WarmupCache, table: list[int]) -> Costs | None:
-    """The cost of a step, from the cache if it was measured with the kernels in use; None if the
-    blocks in `table` are too few."""
-    kernels = kernels_in_use()
-    known = cache.costs if cache.kernels == kernels else None
-    with progress("Measuring steps") as report:
-        costs = calibrate(engine.runner, table, known, report)
-    cache.costs = costs
-    cache.kernels = kernels
-    return costs

@@ -209,10 +209,8 @@ def make_plan(
         counts.append(pool.least + more)
         cache_bytes += pool.unit * counts[-1]
     blocks, *window_blocks, sequences, snapshots = counts
-    # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
-    by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
-    by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
-    stride = max(LEAST_STRIDE, by_size, by_count)
+    # A context uses a quarter of the snapshots at most.
+    stride = max(LEAST_STRIDE, -(-context // (config.block_size * max(1, snapshots // 4))))
     kept = dict(zip(windows, window_blocks, strict=True))
     return MemoryPlan(weights, cache_bytes, blocks, kept, sequences, snapshots, stride)
 

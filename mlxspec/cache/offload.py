@@ -227,22 +227,21 @@ class KVOffloader:
         run: Run,
     ) -> bool:
         """Enter a run into its pool or the states; False where it has no room."""
-        which = [n for n, name in enumerate(run.keys) if name in lacking]
-        found = [lacking[run.keys[n]] for n in which]
+        found = {n: lacking[name] for n, name in enumerate(run.keys) if name in lacking}
         if not found:
             return False
-        number, last = found[-1]
+        number, first = next(iter(found.values()))
         if number == STATE:
             assert self.cache.states is not None
-            self.cache.states.put((hashes[last], ()), self.transfer.place_state(run.arrays))
+            self.cache.states.put((hashes[first], ()), self.transfer.place_state(run.arrays))
             return True
         pool = self.cache.pools[number]
         blocks = pool.allocate(len(found))
         if blocks is None:
             return False
         try:
-            self.transfer.place(number, blocks, run.arrays, which)
-            for block, (_, i) in zip(blocks, found, strict=True):
+            self.transfer.place(number, blocks, run.arrays, list(found))
+            for block, (_, i) in zip(blocks, found.values(), strict=True):
                 start = i * pool.block_size
                 tokens = tuple(seq.tokens[start : start + pool.block_size])
                 pool.cache(block, pool.parent(hashes, i), tokens, hashes[i])

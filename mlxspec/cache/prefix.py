@@ -233,14 +233,10 @@ class KVCacheManager:
             seq.table, *seq.windows = match.tables
         for pool, table in self._tables(seq):
             pool.share(table)
-        if match.sources and not self.num_free:  # no block to copy to
+        if match.sources and not self.allocate(seq, 1):  # no block to copy to
             self.free(seq)
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
-        copies = []
-        for i, source in enumerate(match.sources):
-            table = seq.tables[i]
-            table += self.pools[i].allocate(1) or ()
-            copies.append((i, source, table[-1]))
+        copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
         seq.block_hashes = list(match.hashes)
         seq.state = match.state
         seq.computed = match.length

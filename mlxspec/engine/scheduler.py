@@ -142,14 +142,11 @@ class Scheduler:
         while need := self.kv.blocks_needed(seq, seq.computed + drafts + n):
             if self.kv.allocate(seq, need):
                 break
-            victim = seq
-            for other in self.running:
-                if not other.inflight_drafts:
-                    victim = other
-            if victim.order <= seq.order:
+            younger = [s for s in self.running if s.order > seq.order and not s.inflight_drafts]
+            if not younger:
                 return False
-            self._preempt(victim)
-            plan[:] = [e for e in plan if e.seq is not victim]
+            self._preempt(younger[-1])
+            plan[:] = [e for e in plan if e.seq in self.running]
         samples = n == seq.remaining
         pending = samples and seq.pending > 0
         entry = Entry(seq, seq.computed, n, samples, pending=pending, inflight_drafts=drafts)

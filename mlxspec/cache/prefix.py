@@ -139,7 +139,8 @@ class KVCacheManager:
             return found
         while found.hashes and not found.sources:
             # The last token is computed again in a copy: the block itself is shared.
-            found = self._match(prompt[: found.length], len(found.hashes) - 1)
+            shared = len(found.hashes) - 1
+            found = self._match(prompt[: found.length], shared)
         found.length = max(0, found.length - 1)
         return found
 
@@ -160,7 +161,8 @@ class KVCacheManager:
                 ends.sort(key=len, reverse=True)
             for tail in ends:
                 hashes = cached[:n]
-                if not all(w.pool.by_key.keys() >= set(w.seen(hashes)) for w in self.windows):
+                whole = [w.pool.by_key.keys() >= set(w.seen(hashes)) for w in self.windows]
+                if not all(whole):
                     continue
                 found = [pool.match_partial(parent, tail) for pool in self.pools]
                 copied = min(length for _, length in found)
@@ -198,7 +200,12 @@ class KVCacheManager:
             for pool, table in self._tables(seq):
                 pool.cache(table[upto // self.block_size], parent, tail)
 
-    def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
+    def cache_state(
+        self,
+        seq: Seq,
+        upto: int,
+        state: Any,
+    ) -> None:
         """Keep the recurrent state after the first `upto` tokens, which are cached, where a later
         prompt may continue: at the end of the prompt and of the answer, at branch points and every
         `stride` blocks."""
@@ -206,7 +213,8 @@ class KVCacheManager:
             return
         n, rest = divmod(upto, self.block_size)
         branches = n in seq.branch_points or n % self.states.stride == 0
-        if seq.finish or upto == seq.prompt_len or (branches and not rest):
+        ends = seq.finish or upto == seq.prompt_len
+        if ends or (branches and not rest):
             self.states.put(self._state_key(seq, upto), state)
 
     def _state_key(self, seq: Seq, upto: int) -> StateKey:
@@ -236,7 +244,9 @@ class KVCacheManager:
         if match.sources and not self.allocate(seq, 1):  # no block to copy to
             self.free(seq)
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
-        copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
+        copies = []
+        for i, source in enumerate(match.sources):
+            copies.append((i, source, seq.tables[i][-1]))
         seq.block_hashes = list(match.hashes)
         seq.state = match.state
         seq.computed = match.length

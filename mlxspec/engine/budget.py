@@ -49,7 +49,8 @@ class PrefillBudget:
         longer = np.append(took[1:], np.inf)  # with the next larger choice
         # However a prompt is cut, its rows attend to as many tokens: that is no loss of rate.
         rate = (prompt + more) / seconds
-        best = rate[: max(1, np.count_nonzero(took <= MARGIN * LONGEST))].max()
+        tried = np.count_nonzero(took <= MARGIN * LONGEST)
+        best = rate[: max(1, tried)].max()
         enough = rate >= ALONE * best
         if decoding:
             enough |= (rate >= BESIDE * best) & (longer > MARGIN * self.gap)
@@ -70,7 +71,8 @@ class PrefillBudget:
 
     def _cost(self, rows: Any, pairs: Any) -> Any:
         """Seconds of a step, or of several in arrays."""
-        return self.factor * np.interp(rows, GRID, self.seconds) + self.attention * pairs
+        own = self.factor * np.interp(rows, GRID, self.seconds)
+        return own + self.attention * pairs
 
 
 def _prompt_rows(plan: Plan) -> int:

@@ -132,7 +132,6 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     if not engine.scheduler.can_draft:
         log.warning("no speculation: this model cannot roll back a rejected draft")
         return
-    highest = pool.highest
     blocks = min(len(pool.free_blocks), -(-MEASURED // pool.block_size))
     table = pool.allocate(blocks) or []
     kernels = kernels_in_use()
@@ -153,7 +152,6 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     else:
         log.warning("no speculation: the KV pool is too small to measure what a draft costs")
     pool.free(table)
-    pool.highest = highest  # the measurement left nothing worth keeping
 
 
 def _draft_model(

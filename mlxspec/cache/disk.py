@@ -39,15 +39,12 @@ SAMPLES, SAMPLE_BYTES = 16, 1 << 14  # of a weight file, spread evenly
 
 def fingerprint(model_dir: Path, about: Mapping[str, str]) -> str:
     """32 hex digits for a model and `about`: layout, bits, versions and all else that its KV
-    depends on. Of weights the name, size, mtime and samples count. Raises OSError."""
+    depends on. Of its files the name, size, mtime and samples count. Raises OSError."""
     digest = blake2b(digest_size=16)
     facts = json.dumps([FORMAT, sorted(about.items())])
     digest.update(facts.encode())
-    config = model_dir / "config.json"
-    if config.exists():  # a head may come without
-        digest.update(config.read_bytes())
     for path in sorted(model_dir.rglob("*")):  # a head may lie in a folder
-        if path.suffix not in WEIGHTS:
+        if path.suffix not in WEIGHTS and path.name != "config.json":
             continue
         with path.open("rb") as file:
             found = os.fstat(file.fileno())

@@ -111,12 +111,12 @@ class Traced:
 # -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def kept_from(run: Traced) -> set[str]:
     """The sources whose drafts were accepted."""
     return {source for source, _ in +run.engine.spec_metrics.accepted}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "kind, sources",
     [

@@ -1,11 +1,15 @@
 """Several processes that share a model give the tokens of one, by ==, whatever the batch and the
 drafter."""
 
+import time
 from collections.abc import Iterator
 
+import mlx.core as mx
 import pytest
 
-from mlxspec.model.parallel import WORDS
+from mlxspec.model import parallel
+from mlxspec.model.parallel import WORDS, Ranks, join
+from mlxspec.types import UserError
 from tests.drafters import OTHER_HEADS
 from tests.ranks import Group
 from tests.rows import in_turn
@@ -79,3 +83,27 @@ def test_overlap(group: Group, kind: str, layout: str) -> None:
     assert told["overlapping"] >= 20
     assert told["messages"] <= told["steps"] + 2
     assert told["bytes"] == told["messages"] * 4 * WORDS
+
+
+def test_a_rank_that_is_silent_while_loading_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before its first message: it may download the model for hours."""
+    monkeypatch.setattr(parallel, "LOAD_S", 0.2)
+    monkeypatch.setattr(parallel, "WATCH_S", 0.01)
+    monkeypatch.setattr(parallel, "EXIT_S", 0.0)
+    ranks = Ranks(mx.distributed.init())  # of one process
+    lost: list[str] = []
+    ranks.watch(lost.append)
+    ranks.send({"load": "model"})
+    time.sleep(0.3)
+    assert not lost
+    ranks.gather("facts")
+    time.sleep(0.5)
+    assert lost == ["rank 0 is gone: no message for 0 s"]
+
+
+def test_a_rank_that_ends_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLX_RANK", "MLX_HOSTFILE"):  # are put back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with pytest.raises(UserError, match=r"cannot be connected: rank [12] has ended with status 2"):
+        join(3, ["--no-such-flag"])

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
@@ -21,6 +21,19 @@ from mlxspec.types import Draft, Entry, Json, Plan, Request, Sampling, Seq, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
 GOES_ON, FRESH = 0, -1  # where a sequence's recurrent state comes from, else a snapshot's number
+
+
+class Told(NamedTuple):
+    """An entry as the followers hear of it."""
+
+    number: int  # of its sequence
+    new: Any  # of a sequence that they do not know: prompt length, index, pooling, sampling
+    tokens: list[int]  # that are new to them
+    tables: list[list[int]]  # [] where they are as before
+    state: int
+    rows: Any  # Entry's fields from `start` to `inflight_drafts`
+    draft: Any  # its tokens, or how many follow on the device
+    masks: list[str]
 
 
 class Snapshot(list[mx.array]):
@@ -46,18 +59,24 @@ class Mirror:
     def tell(self, plan: Plan, overlaps: bool, highest: Sequence[int], taps: Sequence[Tap]) -> None:
         """Let the followers run a plan, `overlaps`: after the step in flight. What a drafter left
         on the device follows on the device."""
-        entries = list(map(self._entry, plan))
-        message = {"step": self.model, "plan": [overlaps, highest, taps, self.copies, entries]}
-        events = self._events[:]
-        del self._events[: len(events)]  # what is dropped while this is sent is told next time
-        self.ranks.send(message | {"events": events})
+        message = {
+            "step": self.model,
+            "plan": list(map(self._entry, plan)),
+            "overlaps": overlaps,
+            "highest": highest,
+            "taps": taps,
+            "copies": self.copies,
+            "events": self._events[:],
+        }
+        del self._events[: len(message["events"])]  # others may be dropped while this is sent
+        self.ranks.send(message)
         self.copies = []
         self._steps.append(plan)
         for e in plan:
             if isinstance(e.draft.tokens, mx.array):
                 self.ranks.share(e.draft.tokens)
 
-    def _entry(self, e: Entry) -> list[Any]:
+    def _entry(self, e: Entry) -> Told:
         seq, new = e.seq, None
         if seq not in self._told:
             number = next(self._numbers)
@@ -68,15 +87,20 @@ class Mirror:
         number, known, before = self._told[seq]
         tables = [[*table] for table in seq.tables]
         self._told[seq] = number, len(seq.tokens), tables
-        changed = tables if tables != before else None
         state = FRESH
         if seq.state is not None:
             state = getattr(seq.state, "number", GOES_ON)
-        rows = e.start, e.count, e.samples, e.depth, e.pending, e.inflight_drafts
         draft = e.draft.tokens
-        draft = len(draft) if isinstance(draft, mx.array) else [*draft]
-        masks = [mask.hex() for mask in e.masks]
-        return [number, new, seq.tokens[known:], changed, state, rows, draft, masks]
+        return Told(
+            number,
+            new,
+            seq.tokens[known:],
+            tables if tables != before else [],
+            state,
+            (e.start, e.count, e.samples, e.depth, e.pending, e.inflight_drafts),
+            len(draft) if isinstance(draft, mx.array) else [*draft],
+            [mask.hex() for mask in e.masks],
+        )
 
     def keep(self, state: Any) -> Snapshot:
         """A copy of an entry's recurrent state for the prefix cache, kept by all ranks."""
@@ -113,14 +137,23 @@ class Follower:
 
     def step(self, message: Json) -> None:
         """Run one plan; its samples stay on the device."""
-        for event in message["events"]:
-            self._do(*event)
-        overlaps, self._highest, taps, copies, entries = message["plan"]
-        if list(self.runner.view.taps) != taps:
-            self.runner.tap(taps)  # else a step without samples would compute less than rank 0's
-        self.runner.copy_blocks(copies)
-        plan = list(map(self._entry, entries))
-        step = self.runner.forward(plan, self._steps[-1] if overlaps else None)
+        for event, number, *at in message["events"]:
+            if event == "drop":
+                del self._held[number]
+                continue
+            made = self._steps[at[0]]
+            e = made.plan[at[1]]
+            if event == "keep":
+                self._held[number] = own(e.state)
+            else:
+                self.runner.states.cut(made.recordings, e, number)
+        self._highest = message["highest"]
+        if list(self.runner.view.taps) != message["taps"]:
+            # Else a step without samples would compute less than rank 0's.
+            self.runner.tap(message["taps"])
+        self.runner.copy_blocks(message["copies"])
+        plan = [self._entry(Told(*fields)) for fields in message["plan"]]
+        step = self.runner.forward(plan, self._steps[-1] if message["overlaps"] else None)
         self.runner.submit(step, self.runner.sample(step))
         if step.sampled:
             self.ranks.samples.append(step.sampled.tokens)
@@ -128,34 +161,21 @@ class Follower:
             e.state = e.seq.state
         self._steps.append(step)
 
-    def _entry(self, told: list[Any]) -> Entry:
-        number, new, tokens, tables, state, rows, draft, masks = told
-        if new:
-            length, index, pooling, sampling = new
-            prompt = tuple(tokens[:length])
+    def _entry(self, told: Told) -> Entry:
+        if told.new:
+            length, index, pooling, sampling = told.new
+            prompt = tuple(told.tokens[:length])
             request = Request("", prompt, 1, Sampling(**sampling), pooling=pooling)
-            self._held[number] = Seq(request, index)
-        seq = self._held[number]
-        seq.tokens += tokens
-        if tables:
-            seq.table, *seq.windows = tables
-        if state != GOES_ON:
-            seq.state = self._held.get(state)
+            self._held[told.number] = Seq(request, index)
+        seq = self._held[told.number]
+        seq.tokens += told.tokens
+        if told.tables:
+            seq.table, *seq.windows = told.tables
+        if told.state != GOES_ON:
+            seq.state = self._held.get(told.state)
             seq.batch = None
+        draft = told.draft
         if isinstance(draft, int):
             draft = self.ranks.share(mx.zeros(draft, mx.int32))
-        e = Entry(seq, *rows)
-        e.draft = Draft(draft)
-        e.masks = list(map(bytes.fromhex, masks))
-        return e
-
-    def _do(self, event: str, number: int, step: int = 0, entry: int = 0) -> None:
-        if event == "drop":
-            del self._held[number]
-            return
-        made = self._steps[step]
-        e = made.plan[entry]
-        if event == "keep":
-            self._held[number] = own(e.state)
-        else:
-            self.runner.states.cut(made.recordings, e, number)
+        masks = list(map(bytes.fromhex, told.masks))
+        return Entry(seq, *told.rows, draft=Draft(draft), masks=masks)

@@ -6,6 +6,7 @@ Rank 0 decides; the others hear of it, and the samples of all are compared.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 from zlib import crc32
 
@@ -26,7 +28,8 @@ from mlx.nn import Module
 from mlxspec.types import Json, RankLost, UnsupportedModel, UserError, line_of
 
 WORDS = 1024  # int32 of a message; where that is too few, another follows
-TIMEOUT_S = 60.0  # without a message, unless a model is being loaded
+TIMEOUT_S = 60.0  # without a message
+LOAD_S = 1800.0  # likewise between two steps of loading a model
 WATCH_S = 1.0
 EXIT_S = 0.5  # in which a rank that broke a connection has ended
 # Attributes of mlx-lm's modules that its shard() divides, rounding down.
@@ -66,7 +69,8 @@ class Ranks:
     # Samples of each step, until they are in the checksum.
     samples: deque[Array] = field(default_factory=deque)
     _checksum: int = 0
-    _heard: float = 0.0  # time of the last message; 0: none is expected
+    # Time of the last message, and seconds after which the next one is missed.
+    _waits: tuple[float, float] = (0.0, inf)
     _sent: Array | None = None  # the last message, with what the others gave
 
     def __post_init__(self) -> None:
@@ -77,7 +81,11 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, JSON of at most 4 * WORDS bytes, by rank."""
-        return _decode(self._post(json.dumps(value).encode())) if self.group else [value]
+        if not self.group:
+            return [value]
+        found = _decode(self._post(json.dumps(value).encode()))
+        self._expect({}, LOAD_S)
+        return found
 
     def same(self, facts: str, what: str) -> None:
         """Check that all ranks have the same facts. Raises UnsupportedModel."""
@@ -106,9 +114,10 @@ class Ranks:
         mx.async_eval(rows)
         return rows
 
-    def _expect(self, message: Json) -> None:
-        """Expect another message soon after this one, unless a model is loaded first."""
-        self._heard = 0.0 if "load" in message else time.monotonic()
+    def _expect(self, message: Json, seconds: float = TIMEOUT_S) -> None:
+        """Expect another message in so many seconds. A model that is to be loaded may have to be
+        downloaded on another rank before."""
+        self._waits = time.monotonic(), inf if "load" in message else seconds
 
     # ---- rank 0 ------------------------------------------------------------------------------
 
@@ -117,7 +126,12 @@ class Ranks:
         if not self.group:
             return
         if self._sent is not None:
-            self._compare(*_decode(self._sent)[1:])
+            _, *statuses = _decode(self._sent)
+            self.level = max(level for _, level in statuses)
+            for rank, (checksum, _) in enumerate(statuses, 1):
+                if checksum != self._checksum:
+                    why = "all ranks need the same chip, macOS and mlx"
+                    raise RankLost(f"rank {rank} sampled other tokens than rank 0: {why}")
         self._check()
         data = json.dumps(message).encode()
         words = -(-len(data) // 4)
@@ -125,13 +139,6 @@ class Ranks:
         if words > WORDS:
             self._post(data, words)
         self._expect(message)
-
-    def _compare(self, *statuses: list[int]) -> None:
-        self.level = max(level for _, level in statuses)
-        for rank, (checksum, _) in enumerate(statuses, 1):
-            if checksum != self._checksum:
-                why = "all ranks need the same chip, macOS and mlx"
-                raise RankLost(f"rank {rank} sampled other tokens than rank 0: {why}")
 
     def end(self) -> None:
         """Let the others end."""
@@ -153,18 +160,20 @@ class Ranks:
     # ---- when one is lost --------------------------------------------------------------------
 
     def watch(self, lost: Callable[[str], object]) -> None:
-        """From now on call `lost`, on a thread of its own, when no message came for TIMEOUT_S or a
-        process that started this one, or was started by it, has ended: not every connection that
-        breaks tells so, and MLX may wait for ever."""
+        """From now on call `lost`, on a thread of its own, when a message is missed or a process
+        that started this one, or was started by it, has ended: not every connection that breaks
+        tells so, and MLX may wait for ever."""
         parent = os.getppid()
 
         def loop() -> None:
             silent = 0.0
-            while silent < TIMEOUT_S and not any(map(_ended, self.children)):
+            limit = inf
+            while silent < limit and not _ended(self.children):
                 if self.rank and os.getppid() != parent:
                     break
                 time.sleep(WATCH_S)
-                silent = time.monotonic() - self._heard if self._heard else 0.0
+                heard, limit = self._waits
+                silent = time.monotonic() - heard
             lost(self._suspect(f"no message for {silent:.0f} s"))
 
         if self.group:
@@ -179,15 +188,16 @@ class Ranks:
     def _suspect(self, why: str) -> str:
         """Which rank is gone, as far as this process can know."""
         time.sleep(EXIT_S)
-        for rank, child in enumerate(self.children, 1):
-            if _ended(child):
-                return f"rank {rank} has ended with status {child.returncode}"
         beside = {(self.rank + step) % self.size for step in (1, -1)}
-        return f"rank {' or '.join(map(str, beside))} is gone: {why}"
+        return _ended(self.children) or f"rank {' or '.join(map(str, beside))} is gone: {why}"
 
 
-def _ended(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is not None
+def _ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
+    """Which of the other ranks has ended, of all that this process started; "": none."""
+    for rank, child in enumerate(children, 1):
+        if child.poll() is not None:
+            return f"rank {rank} has ended with status {child.returncode}"
+    return ""
 
 
 def _read(array: Array) -> Any:
@@ -203,31 +213,43 @@ def _decode(rows: Array) -> list[Any]:
 def join(count: int, flags: Sequence[str] = ()) -> Ranks:
     """This process's ranks: those that mlx.launch started; else `count` on this machine, the others
     started here as `mlxspec serve` with `flags`. Raises UserError."""
+    if "MLX_RANK" in os.environ:
+        return _connect([])
+    if count == 1:
+        return Ranks()
+    command = [sys.executable, "-m", "mlxspec", "serve", *flags]
     children = []
-    if "MLX_RANK" not in os.environ:
-        if count == 1:
-            return Ranks()
-        command = [sys.executable, "-m", "mlxspec", "serve", *flags]
-        variables = os.environ | {"MLX_HOSTFILE": _write_hosts(count)}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as hosts:
+        json.dump(_free_ports(count), hosts)
+        hosts.flush()
+        os.environ["MLX_HOSTFILE"] = hosts.name
         for rank in range(1, count):
-            variables["MLX_RANK"] = str(rank)
-            children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables))
-        os.environ.update(variables, MLX_RANK="0")
+            os.environ["MLX_RANK"] = str(rank)
+            children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        os.environ["MLX_RANK"] = "0"
+        return _connect(children)
+
+
+def _connect(children: Sequence[subprocess.Popen[bytes]]) -> Ranks:
+    # A rank that ends before it has connected interrupts MLX, which would wait for it for ever.
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        return Ranks(mx.distributed.init(strict=True), children)
+        why = _ended(children)
+        if not why:
+            return Ranks(mx.distributed.init(strict=True), children)
     except RuntimeError as error:
-        raise UserError(f"the ranks cannot be connected: {line_of(error)}") from error
+        why = _ended(children) or line_of(error)
     finally:
-        if children:
-            os.unlink(os.environ["MLX_HOSTFILE"])
+        signal.signal(signal.SIGCHLD, before)
+    for child in children:
+        child.kill()
+    raise UserError(f"the ranks cannot be connected: {why}")
 
 
-def _write_hosts(count: int) -> str:
-    """A file with a free port of this machine for each rank, as the ring wants it."""
+def _free_ports(count: int) -> list[list[str]]:
+    """An address of this machine for each rank, as the ring wants it."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
     for each in sockets:
         each.close()
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        json.dump(hosts, file)
-    return file.name
+    return hosts

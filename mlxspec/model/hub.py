@@ -119,8 +119,7 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
     if name in known:
         from mlxspec.model.embedded import embedded
 
-        card = known[name]
-        return Resolved(embedded(name, card, cache_dir, _mode(metal)), name)
+        return Resolved(embedded(name, known[name], cache_dir, _mode(metal)), name)
     file = os.path.expanduser(name)  # os.path accepts any text, Path raises for some
     if os.path.isdir(file):
         path = Path(file).resolve()
@@ -129,15 +128,15 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
         raise UnsupportedModel(
             f"{name} is a file; give the directory that holds it, in mlx-lm's format"
         )
-    there = installed()
     if _is_hub_id(name):
         if not draft:  # before gigabytes come
             _refuse_head(name, {})
-        lies = there.get(name)
-        if lies and lies.parent.name != "snapshots":  # not of the hub's cache
+        lies = _in_folders(name)
+        if lies and not _cached(name):
             with suppress(UnsupportedModel):  # it may lie there in part, or in another format
                 return _found(lies, name, draft)
         return _found(_download(name), name, draft)
+    there = installed()
     named = [each for each in there if Path(each).name == name]
     if len(named) > 1:
         raise UnsupportedModel(f"{name!r} may be any of {named}; give the whole name")
@@ -161,7 +160,13 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
         return path if path.is_dir() else None
     if os.path.exists(os.path.expanduser(name)) or not _is_hub_id(name):
         return resolve(name, cache_dir, metal, draft).path
-    return _cached(name) or installed().get(name)
+    return _cached(name) or _in_folders(name)
+
+
+def _in_folders(name: str) -> Path | None:
+    """The directory of a model or head that another program keeps."""
+    places = [Path(folder, name).expanduser() for folder in FOLDERS]
+    return next((path for path in places if (path / "config.json").is_file()), None)
 
 
 def _cached(name: str) -> Path | None:
@@ -185,19 +190,15 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _found(path: Path, name: str, draft: bool) -> Resolved:
-    """A model's directory, or with `draft` a head's. Raises UnsupportedModel."""
+    """A complete model directory, or with `draft` a head's. Raises UnsupportedModel."""
+    needed, weights = _shards(path), "*.safetensors"
+    files = {file.name for file in path.iterdir() if file.is_file()}
     if not draft:
         _refuse_head(name, read_json(path / "config.json"))
-    return Resolved(_checked(path, draft), name)
-
-
-def _checked(path: Path, draft: bool = False) -> Path:
-    """`path`, if it is a complete model directory, or also, with `draft`, a head's. Raises
-    UnsupportedModel if not."""
-    files = {file.name for file in path.iterdir() if file.is_file()}
-    needed = set() if draft else {"config.json"}
-    missing = sorted((needed | _shards(path)) - files)
-    if not any(path.glob("*.safetensors" if draft else "model*.safetensors")):
+        needed.add("config.json")
+        weights = "model*.safetensors"
+    missing = sorted(needed - files)
+    if not any(path.glob(weights)):
         missing.append("model*.safetensors")
     if files.isdisjoint(TOKENIZERS) and not draft:
         missing.append("tokenizer.json or tokenizer.model")
@@ -207,7 +208,7 @@ def _checked(path: Path, draft: bool = False) -> Path:
             f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}); complete its"
             " download, or make one of another format with `mlx_lm.convert`"
         )
-    return path
+    return Resolved(path, name)
 
 
 def _refuse_head(name: str, config: Json) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urljoin
 
 import mlx.core as mx
+from mlx_lm.utils import dequantize_model, load_model
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
 from mlxspec.files import flush_to_medium, lock
@@ -26,7 +27,6 @@ from mlxspec.types import UnsupportedModel, line_of
 PYPI = "https://pypi.org/simple"
 INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 TIMEOUT_S = 60.0  # without a byte from the index
-GROUP = 32  # weights per scale in GGUF's quantized types
 MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -140,11 +140,7 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
     loaded: Any = mx.load(str(gguf), return_metadata=True)
     weights, meta = loaded
     config = dict(files["config.json"])
-    dtype = mx.float16
-    if mode == "fp32":
-        config.pop("quantization", None)
-        dtype = mx.float32
-        weights = {key: _fp32(weights, key) for key in weights if key.endswith(".weight")}
+    dtype = mx.float32 if mode == "fp32" else mx.float16
     # llama.cpp's rope interleaves the halves of these heads.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors: dict[str, mx.array] = {}
@@ -158,20 +154,13 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
         tensors[f"{module_name(name)}.{part}"] = tensor
     mx.save_safetensors(str(target / "model.safetensors"), tensors, {"format": "mlx"})
     bpe_tokenizer(meta).save(str(target / "tokenizer.json"))
-    for file, content in {**files, "config.json": config}.items():
+    for file, content in files.items():
         (target / file).write_text(json.dumps(content))
-
-
-def _fp32(weights: Mapping[str, mx.array], key: str) -> mx.array:
-    """A tensor, dequantized if it is quantized."""
-    weight = weights[key]
-    name = key.removesuffix(".weight")
-    if f"{name}.scales" not in weights:
-        return weight
-    scales = weights[f"{name}.scales"].astype(mx.float32)
-    biases = weights[f"{name}.biases"].astype(mx.float32)
-    bits = 32 * weight.shape[1] // (scales.shape[1] * GROUP)
-    return mx.dequantize(weight, scales, biases, GROUP, bits)
+    if mode == "fp32":
+        model = dequantize_model(load_model(target)[0])
+        model.save_weights(str(target / "model.safetensors"))
+        config.pop("quantization", None)
+        (target / "config.json").write_text(json.dumps(config))
 
 
 def module_name(name: str) -> str:

@@ -17,7 +17,6 @@ Pooling = Literal["", "last", "mean"]
 
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
 FINAL_NORM: Tap = -1
-POOLED: Tap = -2  # the same in float32, where embeddings are wanted
 NULL_BLOCK = 0  # padding points here; it is never allocated
 UNLIMITED = 1 << 24  # tokens: no context is longer
 MAX_CHOICES = 8

@@ -19,7 +19,7 @@ from mlxspec.engine.memory import MemoryPlan
 from mlxspec.engine.warmup import WarmupCache, kernels_in_use
 from mlxspec.kernels.trial import Case
 from mlxspec.model.layout import CacheBytes, LayoutChoice, geometry, load, load_weights, weights
-from mlxspec.model.quantized import kernel_cases, linear_cases
+from mlxspec.model.quantized import linear_cases
 from mlxspec.model.runner import Runner
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
@@ -62,10 +62,12 @@ class Drafting:
         return [module for module in (self.small, self.head and self.head.module) if module]
 
     def cases(self, config: Config) -> list[Case]:
-        """The kernels to verify for it."""
+        """The kernels to verify for it, once it is fitted."""
         if self.head:
             return linear_cases(self.head.module)
-        return kernel_cases(self.small, config.block_size) if self.small else []
+        if not self.fitted:
+            return []
+        return self.fitted.fit.cases(self.fitted.model, config.block_size)
 
     def caches_beside(self, own: CacheBytes) -> list[CacheBytes]:
         """What the model's caches take, `own`, and after it what is kept for drafting."""
@@ -158,7 +160,7 @@ def _draft_model(
     engine: Engine, drafting: Drafting, small: SmallModel, table: list[int]
 ) -> HeadDrafter:
     pool = engine.scheduler.pool
-    runner = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
+    runner = Runner(small.model, "rows", pool.block_size, pool.size)
     model = DraftModel(runner, engine.vocab, small.fit.vocab, small.context)
     drafter = HeadDrafter(model.head(), engine.runner)
     drafter.measure(table)

@@ -21,7 +21,6 @@ from mlxspec.model.batch import Step, pool_rows
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import (
-    POOLED,
     Accepted,
     Draft,
     InvalidRequest,
@@ -155,8 +154,7 @@ class Engine:
         results = step.read()
         self.trace("read", step.number)
         self._learn_time(step)
-        if POOLED in step.taps:
-            pool_rows(step)
+        pool_rows(step)
         accepted = []
         for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
             new = cut_at_stop(e, tokens, logprobs)

@@ -36,7 +36,6 @@ from mlxspec.model.layout import (
 )
 from mlxspec.model.mirror import Mirror
 from mlxspec.model.parallel import Ranks
-from mlxspec.model.quantized import kernel_cases
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
@@ -66,9 +65,6 @@ def load_engine(
     drafting = load_drafting(model, path, draft, config)
     context = min(context_of(files), config.context or 1 << 31)
     size = weights(model)  # a Runner hides some of them
-    cases = []  # likewise
-    if config.kernels == "auto":  # the K/V of what drafts are not quantized
-        cases = kernel_cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
     settings = f"{context} {config.block_size} {config.kv_bits} {config.layout}"
     ranks.same(f"{files} {size} {settings} {versions()}", "model, version or setting")
     free = min(ranks.gather(_free_bytes(config) - reserved))
@@ -82,6 +78,9 @@ def load_engine(
     cache = _find_layout(path, model, config, file, ranks)
     layout = cache.layout
     drafting.fit(layout)
+    cases = []
+    if config.kernels == "auto":  # the K/V of what drafts are not quantized
+        cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
     with progress("Trying kernels") as report:  # before the pools take memory
         verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
     plan = plan_for(layout.cache_bytes)  # with what the layouts really keep

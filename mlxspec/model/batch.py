@@ -4,9 +4,10 @@ Rule: the host builds plain lists, which is faster for few rows than numpy; only
 step in flight is lazy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
+from math import ceil
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +16,9 @@ from mlx.core import array as Array
 
 from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
-from mlxspec.model.recurrent import Recording
+from mlxspec.model.recurrent import StateRecorder, by_entry
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.types import NULL_BLOCK, POOLED, Entry, Logprob, Plan, Seq, Tap
+from mlxspec.types import FINAL_NORM, NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
@@ -43,7 +44,7 @@ class Step:
     taps: dict[Tap, Array]
     first_row: dict[Seq, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
-    recordings: Sequence[Recording] = ()  # of recurrent layers, where there are drafts
+    recordings: Sequence[StateRecorder] = ()  # of recurrent layers, where there are drafts
     marker: Any = None  # an array that is computed last
     number: int = 0
     began: float = 0.0
@@ -60,16 +61,15 @@ class Step:
         if self.sampled is None:
             return [([], []) for _ in self.plan]
         tokens, logprobs = read(self.sampled, self.rows)
-        accepted = dict.fromkeys(self.first_row, 0)
+        accepted = repeat(0)
         if self.sampled.accepted is not None:
-            counts = np.array(self.sampled.accepted).tolist()
-            accepted = dict(zip(accepted, counts, strict=True))
+            accepted = iter(np.array(self.sampled.accepted).tolist())
         results: list[Result] = []
         for e in self.plan:
             first = stop = 0
             if e.samples:
                 first = self.first_row[e.seq]
-                stop = first + accepted[e.seq] + 1
+                stop = first + next(accepted) + 1
             asked = [logprob for logprob in logprobs[first:stop] if logprob]
             results.append((tokens[first:stop], asked))
         return results
@@ -77,10 +77,7 @@ class Step:
     def shift_of(self, plan: Plan) -> Array:
         """int32 [entries]: the shift of the next plan's entries, once this step is submitted."""
         assert self.sampled is not None and self.sampled.accepted is not None
-        accepted = mx.pad(self.sampled.accepted, (0, 1))  # with 0 for entries without drafts
-        places = {seq: n for n, seq in enumerate(self.first_row)}
-        found = [places[e.seq] if e.inflight_drafts else -1 for e in plan]
-        return accepted[mx.array(found)]
+        return by_entry(self.sampled.accepted, self.first_row, plan)
 
 
 def build_inputs(
@@ -105,7 +102,7 @@ def build_inputs(
             drafted = [0] * len(drafted)
         host += drafted
     ids = mx.array(host, mx.int32)
-    if pending and previous is not None and previous.sampled is not None:
+    if pending and previous and previous.sampled:
         sampled = previous.sampled.tokens
         sources = [previous.first_row[plan[n].seq] for n in pending]
         if len(pending) == len(host) and sources == list(range(sampled.size)):
@@ -155,11 +152,7 @@ def fill_view(
         view.positions = view.positions + shift[mx.array(owners)]
     all_tables: dict[int | None, list[list[int]]] = {}
     for i, window in enumerate(view.num_blocks):
-        tables = [e.seq.tables[i] for e in plan]
-        if length:
-            tables = [
-                _padded_table(e, table, length, size) for e, table in zip(plan, tables, strict=True)
-            ]
+        tables = [_padded_table(e, e.seq.tables[i], length, size) for e in plan]
         all_tables[window] = tables
         if shift is None:
             slots = []
@@ -171,9 +164,29 @@ def fill_view(
             width = max(map(len, tables))
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
-    view.groups = _groups(plan, all_tables, size, shift, length, one_group)
-    for group in view.groups:
-        group.first = view.first
+    view.groups = []
+    row = first = 0
+    for _, members in groupby(plan, key=lambda e: one_group or bucket(e, size, length)):
+        entries = list(members)
+        rows = length or entries[0].rows
+        last = first + len(entries)
+        end = row + rows * len(entries)
+        starts = [e.start for e in entries]
+        some = {window: tables[first:last] for window, tables in all_tables.items()}
+        group = Group(
+            row,
+            end,
+            rows,
+            starts,
+            some,
+            size,
+            first=view.first,
+        )
+        max_shift = max(e.inflight_drafts for e in entries)
+        if shift is not None and max_shift:
+            group.shift, group.max_shift = shift[first:last], max_shift
+        view.groups.append(group)
+        row, first = end, last
 
 
 def _padded_table(
@@ -184,61 +197,26 @@ def _padded_table(
 ) -> list[int]:
     """An entry's block table, with null blocks for its padding."""
     end = e.start + e.inflight_drafts + length
-    if end <= len(table) * size:
-        return table
-    return table + [NULL_BLOCK for _ in range(len(table), -(-end // size))]
+    return table + [NULL_BLOCK for _ in range(len(table), ceil(end / size))]
 
 
-def _groups(
-    plan: Plan,
-    all_tables: Mapping[int | None, list[list[int]]],
-    size: int,
-    shift: Shift,
-    length: int,
-    one_group: bool,
-) -> list[Group]:
-    groups = []
-    row = first = 0
-    for _, members in groupby(plan, key=lambda e: 0 if one_group else bucket(e, size, length)):
-        entries = list(members)
-        rows = length or entries[0].rows
-        last = first + len(entries)
-        end = row + rows * len(entries)
-        starts = [e.start for e in entries]
-        tables = {window: tables[first:last] for window, tables in all_tables.items()}
-        group = Group(
-            row,
-            end,
-            rows,
-            starts,
-            tables,
-            size,
-        )
-        max_shift = max(e.inflight_drafts for e in entries)
-        if shift is not None and max_shift:
-            group.shift, group.max_shift = shift[first:last], max_shift
-        groups.append(group)
-        row, first = end, last
-    return groups
-
-
-def starts_of(plan: Plan) -> dict[Entry, int]:
-    """The index of each entry's first row among all rows."""
+def starts_of(plan: Plan, length: int = 0) -> dict[Entry, int]:
+    """The index of each entry's first row among all rows, `length` for each entry, 0: its own."""
     starts, row = {}, 0
     for e in plan:
         starts[e] = row
-        row += e.rows
+        row += length or e.rows
     return starts
 
 
 def pool_rows(step: Step) -> None:
     """Add the rows of a step that was read to the embeddings of its sequences. The sum of all rows
     has the direction of their mean."""
-    hidden = np.array(step.taps[POOLED])  # [T, D]
     for e, first in starts_of(step.plan).items():
         if not e.seq.request.pooling:
             continue
-        rows = hidden[first : first + e.count]
+        hidden = step.taps[FINAL_NORM][first : first + e.count]
+        rows = np.array(hidden.astype(mx.float32))  # [count, D]
         if e.seq.request.pooling == "last":
             rows = rows[-1:]
         elif e.start:  # 0: it begins, again after a preemption
@@ -247,13 +225,10 @@ def pool_rows(step: Step) -> None:
 
 
 def sampled_rows(plan: Plan, length: int = 0) -> Array:
-    """int32 [R]: the indices of the sampled rows among all rows, `length` for each entry, 0: its
-    own."""
+    """int32 [R]: the indices of the sampled rows among all rows, see `starts_of`."""
     rows: list[int] = []
-    first = 0
-    for e in plan:
+    for e, first in starts_of(plan, length).items():
         rows += range(first + e.rows - e.sampled, first + e.rows)
-        first += length or e.rows
     return mx.array(rows, mx.int32)
 
 
@@ -261,17 +236,14 @@ def padded_rows(plan: Plan, length: int) -> Array:
     """int32 [B * length]: for each row of a padded batch its index among the plan's rows; padding
     repeats the entry's last row."""
     rows: list[int] = []
-    first = 0
-    for e in plan:
-        last = first + e.rows - 1
-        rows += [min(first + i, last) for i in range(length)]
-        first += e.rows
+    for e, first in starts_of(plan).items():
+        rows += [first + min(i, e.rows - 1) for i in range(length)]
     return mx.array(rows, mx.int32)
 
 
 def own_rows(plan: Plan, length: int) -> Array:
     """int32 [T]: where the plan's rows lie among those of a padded batch."""
     rows: list[int] = []
-    for n, e in enumerate(plan):
-        rows += range(n * length, n * length + e.rows)
+    for e, first in starts_of(plan, length).items():
+        rows += range(first, first + e.rows)
     return mx.array(rows, mx.int32)

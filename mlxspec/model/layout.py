@@ -16,11 +16,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 from mlx.nn import Module
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from mlxspec import log
 from mlxspec.kernels.quantized_kv import Packing
+from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
 from mlxspec.model.parallel import split
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
@@ -86,6 +87,11 @@ class LayoutChoice:
         """A runner in this layout with `blocks` in its pool; `options` are Runner's others."""
         options |= {"lone": self.lone, "rollback": self.rollback}
         return Runner(model, self.layout, block_size, blocks, **options)
+
+    def cases(self, model: Module, block_size: int, kv_bits: int = 0) -> list[Case]:
+        """The kernels to verify for the model."""
+        blocks = quantized.CASE_BLOCKS
+        return quantized.kernel_cases(self.runner(model, block_size, blocks, kv_bits=kv_bits))
 
 
 def load(path: Path, ranks: Any = None) -> tuple[Module, Json]:
@@ -184,26 +190,22 @@ def bytes_of_layers(layers: int, run: Callable[[list[Any]], Any]) -> CacheBytes:
 
 def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
     """What mlx-lm's caches take that hold one sequence, if K/V are quantized to `kv_bits`."""
-    token = state = 0
-    windows = Counter[int]()
+    state = 0
+    sizes = Counter[int]()  # by window, 0: full attention
     for cache in flat_caches(caches):
         if cache.empty():  # a model may make caches that it never uses
             continue
         if isinstance(cache, ArraysCache):
             state += _bytes_of(cache.state)
             continue
-        size = 0
         for kv in arrays_in(cache.state):  # [1, heads, tokens, dim]
             _, heads, _, dim = kv.shape
             row = dim * kv.dtype.size
             if kv_bits:
                 row = 4 * Packing(dim, kv.dtype, kv_bits).width
-            size += heads * row
-        if isinstance(cache, RotatingKVCache):
-            windows[cache.max_size] += size
-        else:
-            token += size
-    return CacheBytes(token, tuple(sorted(windows.items())), state)
+            sizes[getattr(cache, "max_size", 0)] += heads * row
+    token = sizes.pop(0, 0)
+    return CacheBytes(token, tuple(sorted(sizes.items())), state)
 
 
 def load_weights(model: Module) -> None:
@@ -294,13 +296,11 @@ def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
 
 def probe_logits(runner: Runner) -> list[Array]:
     """The runner's logits for what `reference_logits` computes, all prompts in one batch."""
-    seqs = []
+    logits: dict[Seq, list[Array]] = {}
     for i, prompt in enumerate(PROMPTS):
-        first = 1 + WIDTH * i
-        table = list(range(first, first + WIDTH))
+        table = list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1)))
         request = Request("probe", prompt, 1)
-        seqs.append(Seq(request, tokens=list(prompt), table=table))
-    logits: dict[Seq, list[Array]] = {seq: [] for seq in seqs}
+        logits[Seq(request, tokens=[*prompt, *CONTINUATION], table=table)] = []
 
     def step(plan: Sequence[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
         counts = dict(zip(plan, accepted, strict=False))
@@ -308,25 +308,21 @@ def probe_logits(runner: Runner) -> list[Array]:
         mx.eval(done.logits)
         if any(accepted):
             kept = [counts[row.entry] for row in done.rows if row.ordinal == 1]
-            runner.states.keep_accepted(mx.array(kept), list(done.first_row))
+            runner.states.keep_accepted(mx.array(kept), done.first_row)
         for e, n in counts.items():
             if e.samples:
                 row = done.first_row[e.seq]
                 logits[e.seq].append(done.logits[row : row + n + 1])
-            e.seq.tokens += e.draft.tokens[:n]
             e.seq.computed = e.start + e.count + n
 
-    def next_token(seq: Seq, draft: Sequence[int] = ()) -> Entry:
-        seq.tokens.append(CONTINUATION[seq.generated])
-        return Entry(seq, seq.computed, 1, True, draft=Draft(draft))
-
-    step([Entry(seq, 0, 2, False) for seq in seqs])
-    step([Entry(seq, 2, seq.prompt_len - 2, True) for seq in seqs])
+    step([Entry(seq, 0, 2, False) for seq in logits])
+    step([Entry(seq, 2, seq.prompt_len - 2, True) for seq in logits])
     if runner.layout != "solo" and runner.states.rollback_supported:
-        step(list(map(next_token, seqs, DRAFTS)), ACCEPTED)
-    while left := [seq for seq in seqs if seq.generated < len(CONTINUATION)]:
-        step(list(map(next_token, left)))
-    return [mx.concatenate(logits[seq]) for seq in seqs]
+        drafts = map(Draft, DRAFTS)
+        step([Entry(seq, seq.computed, 1, True, draft=next(drafts)) for seq in logits], ACCEPTED)
+    while left := [seq for seq in logits if seq.remaining]:
+        step([Entry(seq, seq.computed, 1, True) for seq in left])
+    return [mx.concatenate(rows) for rows in logits.values()]
 
 
 def logits_error(logits: Sequence[Array], reference: Sequence[Array]) -> str:
@@ -335,14 +331,12 @@ def logits_error(logits: Sequence[Array], reference: Sequence[Array]) -> str:
         tolerance = TOLERANCE_HALF
         if expected.dtype == mx.float32:
             tolerance = TOLERANCE_FP32
-        a = np.array(rows.astype(mx.float32))
-        b = np.array(expected.astype(mx.float32))
+        a, b = [np.array(x.astype(mx.float32)) for x in (rows, expected)]
         allowed = ~np.isneginf(b)  # some models mask tokens with -inf
         if (allowed == np.isneginf(a)).any():
             return "other tokens are masked"
-        a, b = a[allowed], b[allowed]
-        rmse = np.sqrt(np.square(a - b).mean())
-        error = float(rmse / max(b.std(), 1e-6))
+        off = (a - b)[allowed]
+        error = float(np.sqrt(np.square(off).mean()) / max(b[allowed].std(), 1e-6))
         if not error <= tolerance:
             return f"logits are off by {error:.2g} standard deviations"
     return ""

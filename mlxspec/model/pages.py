@@ -100,12 +100,9 @@ class Pages:
         if self.keys is None:
             self.dtype = k.dtype
             self.packings = self._packing(k), self._packing(v)
-        packing_k, packing_v = self.packings
-        k = _rows(k, packing_k)
-        v = _rows(v, packing_v)
+        k, v = map(_rows, (k, v), self.packings)
         if self.keys is None:
-            self.keys = self._allocate(k)
-            self.values = self._allocate(v)
+            self.keys, self.values = self._allocate(k), self._allocate(v)
         self.put(self.view.slots[self.window_key], k, v)
 
     def _packing(self, x: Array) -> Packing | None:
@@ -141,10 +138,9 @@ class Pages:
         """Grow the pools to so many blocks, keeping their content."""
         more = blocks * self.view.block_size - self.keys.shape[1]
         width = [(0, 0), (0, more), (0, 0)]
-        keys = mx.pad(self.keys, width)
-        values = mx.pad(self.values, width)
-        mx.eval(keys, values)  # both, before either is kept: a failed growth is tried again
-        self.keys, self.values = keys, values
+        grown = [mx.pad(pool, width) for pool in self.pools()]
+        mx.eval(grown)  # both, before either is kept: a failed growth is tried again
+        self.keys, self.values = grown
 
 
 class DensePages(Pages):
@@ -171,9 +167,11 @@ class DensePages(Pages):
         group = self.view.groups[0]
         size = self.view.block_size
         blocks, _, keep = group.select(self.window)
-        packing_k, packing_v = self.packings
-        keys = gather(self.keys, blocks, size, keep, packing_k)
-        return keys, gather(self.values, blocks, size, keep, packing_v)
+        keys, values = [
+            gather(pool, blocks, size, keep, packing)
+            for pool, packing in zip(self.pools(), self.packings, strict=True)
+        ]
+        return keys, values
 
 
 @partial(mx.compile, shapeless=True)  # else 7 launches

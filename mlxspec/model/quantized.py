@@ -6,22 +6,22 @@ own operation. Layers only change their class, so that arrays, names and other m
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
 
-from mlxspec import log
 from mlxspec.kernels import matmul
 from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS
-from mlxspec.model.runner import Layout, Runner
+from mlxspec.model.runner import Runner
 from mlxspec.types import Entry, Request, Seq
 
 TOKENS = (0, 0, 0)  # of the step whose cases are recorded
+CASE_BLOCKS = 1 + len(TOKENS)  # enough for blocks of one token
 
 
 def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
@@ -64,8 +64,8 @@ def install(model: nn.Module) -> None:
 
 def linear_cases(model: nn.Module) -> list[Case]:
     """The cases of an installed model's linear layers, each once."""
-    layers = [layer for layer in model.modules() if isinstance(layer, KernelLinear)]
-    return list({layer.case.name: layer.case for layer in layers}.values())
+    cases = [layer.case for layer in model.modules() if isinstance(layer, KernelLinear)]
+    return list({case.name: case for case in cases}.values())
 
 
 def _supported(layer: Any) -> bool:
@@ -85,29 +85,15 @@ def _case(layer: Any) -> Case:
     )
 
 
-def kernel_cases(
-    model: nn.Module,
-    block_size: int,
-    kv_bits: int = 0,
-) -> list[Case]:
-    """The cases of all kernels that a step of an installed model calls, each once, before a runner
-    replaces the model's trunk. The step is built and never computed: no weight is read."""
-    table = list(range(1, 1 + len(TOKENS)))  # enough for blocks of one token
-    seq = Seq(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=table)
-    for layout in get_args(Layout):
-        found: list[Case] = []
-        KERNELS.recorded = found
-        try:
-            size = 1 + len(table)
-            runner = Runner(model, layout, block_size, size, trunk=False, kv_bits=kv_bits)
-            logits = runner.forward([Entry(seq, 0, len(TOKENS), True)], None).logits
-        except Exception as failed:  # of the model's own code; another layout may fit
-            log.debug("no shapes in the %s layout: %s", layout, failed)
-            continue
-        finally:
-            KERNELS.recorded = None
-        vocab = logits.shape[-1]
-        for dtype in (logits.dtype, mx.float32):  # the latter of a bias or penalty
-            found.append(sample_accept_case(vocab, dtype))
-        return list({case.name: case for case in found}.values())
-    return []
+def kernel_cases(runner: Runner) -> list[Case]:
+    """The cases of all kernels that a step of an installed model calls, each once. The runner, of
+    CASE_BLOCKS blocks, is for this alone."""
+    seq = Seq(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=[*range(1, CASE_BLOCKS)])
+    KERNELS.recorded = found = list[Case]()
+    try:
+        logits = runner.forward([Entry(seq, 0, len(TOKENS), True)], None).logits
+    finally:
+        KERNELS.recorded = None
+    for dtype in (logits.dtype, mx.float32):  # the latter of a bias or penalty
+        found.append(sample_accept_case(logits.shape[-1], dtype))
+    return list({case.name: case for case in found}.values())

@@ -39,8 +39,10 @@ RECURRENCES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @dataclass(slots=True, eq=False)
 class StateRecorder:
-    """What the recurrences of one forward [B, L] read; `replays` has one per state array."""
+    """What the recurrences read in one forward [B, L] of `entries`; `replays` has one per state
+    array."""
 
+    entries: Plan
     convolutions: list[Array] = field(default_factory=list)  # in the order of the layers
     recurrences: list[tuple[Array, Replay]] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
@@ -50,11 +52,11 @@ class StateRecorder:
         made_by = {id(new): replay for new, replay in self.recurrences}
         for array in arrays:
             replay = made_by.get(id(array))
-            if replay is None:
-                if not self.convolutions:
-                    raise UnsupportedModel(NOT_RECORDED)
-                window = self.convolutions.pop(0)
-                replay = partial(_window_after, window, array.shape[1])
+            if not (replay or self.convolutions):
+                raise UnsupportedModel(NOT_RECORDED)
+            if not replay:  # the last part of [state ++ rows]
+                offsets = mx.arange(array.shape[1])
+                replay = partial(_part_after, self.convolutions.pop(0), offsets)
             self.replays.append(replay)
         self.recurrences.clear()
 
@@ -62,8 +64,6 @@ class StateRecorder:
         """The batch's states [B, ...] after the first `rows` int32 [B] rows of each sequence."""
         return [replay(rows) for replay in self.replays]
 
-
-Recording = tuple[Plan, StateRecorder]  # the entries of a forward
 
 # The recorder of the forward that is being built. mlx-lm's layers call module-level functions, so
 # there is no argument through which they could be handed one.
@@ -80,15 +80,10 @@ class RecordedConv1d(nn.Conv1d):
         return super().__call__(x)  # type: ignore[no-untyped-call]
 
 
-def _window_after(x: Array, keep: int, rows: Array) -> Array:
-    """A convolution's state: the last `keep` of [state ++ rows], x [B, keep + L, channels]."""
-    places = rows[:, None] + mx.arange(keep)
+def _part_after(x: Array, offsets: Array, rows: Array) -> Array:
+    """The part [B, offsets, D] of x [B, L, D] at these offsets to the number of rows."""
+    places = rows[:, None] + offsets
     return mx.take_along_axis(x, places[..., None], axis=1)
-
-
-def _hidden_after(hidden: Array, rows: Array) -> Array:
-    """The hidden state of the last of so many rows, [B, 1, D] of [B, L, D]."""
-    return mx.take_along_axis(hidden, rows[:, None, None] - 1, axis=1)
 
 
 def _recorded(
@@ -99,24 +94,18 @@ def _recorded(
     """`update`, which also records how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
 
-    def masked(given: Json, rows: Array) -> Any:
-        """By its own mask, which leaves the state of the masked rows as it is."""
+    def state_after(given: Json, rows: Array) -> Any:
         length = given[inputs[0]].shape[axis]
-        given = given | {"mask": mx.arange(length) < rows[:, None]}
-        if "lengths" in signature.parameters:
-            given["lengths"] = rows
-        return update(**given)[1]
-
-    def chosen(given: Json, rows: Array) -> Any:
-        """For an update without a mask: the state after every row, of which one is chosen."""
-        length = given[inputs[0]].shape[axis]
-        states = []
+        if "mask" in signature.parameters:  # it leaves the state of masked rows as it is
+            given = given | {"mask": mx.arange(length) < rows[:, None]}
+            if "lengths" in signature.parameters:
+                given["lengths"] = rows
+            return update(**given)[1]
+        states = []  # after every row
         for n in range(1, length + 1):
             some = {name: mx.split(given[name], [n], axis)[0] for name in inputs}
             states.append(update(**given | some)[1])
         return mx.stack(states)[rows - 1, mx.arange(len(rows))]
-
-    state_after = masked if "mask" in signature.parameters else chosen
 
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +144,7 @@ class RecurrentStates:
     dtypes: Sequence[mx.Dtype] = ()  # of a sequence's state, once known
     taps: Sequence[Tap] = ()
     _last: list[Seq] = field(default_factory=list)  # sequences of the step before
-    _recorded: list[Recording] = field(default_factory=list)  # of the last step's forwards
+    _recorded: list[StateRecorder] = field(default_factory=list)  # of the last step's forwards
 
     def begin_step(self, plan: Plan) -> None:
         """Copy the states of sequences that left the batch: a slice pins the batch's array."""
@@ -176,14 +165,13 @@ class RecurrentStates:
         parts = [e.seq.state for e in entries]
         arrays, batched = entries[0].seq.batch or ((), ())
         if list(map(id, parts)) != list(map(id, batched)):
-            arrays = []
-            if parts[0] is not None:
-                arrays = [mx.concatenate(list(same)) for same in zip(*parts, strict=True)]
+            states = [] if parts[0] is None else parts
+            arrays = [mx.concatenate(list(same)) for same in zip(*states, strict=True)]
         held = iter(arrays)
         for layer in self.layers:
             layer.cache = [next(held, None) for _ in layer.cache]
         if self.rollback_supported and any(len(e.draft) for e in entries):
-            _recorder.set(StateRecorder())
+            _recorder.set(StateRecorder(entries))
 
     def store(self, entries: Plan, tapped: Mapping[Tap, Array]) -> Sequence[Array]:
         """Cut the layers' new states into the sequences' states; returns the arrays [B, ...].
@@ -194,21 +182,20 @@ class RecurrentStates:
         recorder = _recorder.get()
         if recorder:
             recorder.finish(arrays)
-            self._recorded.append((entries, recorder))
+            self._recorded.append(recorder)
         if self.taps:
             hidden = mx.concatenate([tapped[tap] for tap in self.taps], axis=-1)
             arrays.append(hidden[:, -1:])
             if recorder:
-                recorder.replays.append(partial(_hidden_after, hidden))
+                recorder.replays.append(partial(_part_after, hidden, mx.array([-1])))
         self.dtypes = [array.dtype for array in arrays]
         if recorder or entries[0].rows <= MAX_SLICED_ROWS:
             _assign(entries, arrays)
-            return arrays
-        parts = [own(part) for part in _slices(arrays, len(entries))]
-        for e, part in zip(entries, parts, strict=True):  # a slice would pin all that the pass read
-            e.seq.state = part
-            e.seq.batch = None
-        return [array for part in parts for array in part]
+        else:
+            for e, part in zip(entries, _slices(arrays, len(entries)), strict=True):
+                e.seq.state = own(part)  # a slice would pin all that the pass read
+                e.seq.batch = None
+        return arrays
 
     def release(self) -> None:
         """Stop recording and drop the layers' arrays: the forward is built, or failed."""
@@ -216,31 +203,37 @@ class RecurrentStates:
         for layer in self.layers:
             layer.cache = [None for _ in layer.cache]
 
-    def keep_accepted(self, accepted: Array, samplers: Sequence[Seq]) -> list[Recording]:
+    def keep_accepted(self, accepted: Array, samplers: Iterable[Seq]) -> list[StateRecorder]:
         """Bring the states that a forward with drafts left to those after the accepted ones,
         lazily. `accepted` int32 [R]: how many were, for each of `samplers`. Returns what `cut`
         needs."""
-        numbers = {seq: n for n, seq in enumerate(samplers)}
-        accepted = mx.pad(accepted, (0, 1))  # with 0 for an entry that does not sample
         recordings, self._recorded = self._recorded, []
-        for entries, recorder in recordings:
-            places = mx.array([numbers.get(e.seq, -1) for e in entries])
-            known = mx.array([e.count for e in entries])
-            _assign(entries, recorder.states_after(known + accepted[places]))
+        for recorder in recordings:
+            known = mx.array([e.count for e in recorder.entries])
+            rows = known + by_entry(accepted, samplers, recorder.entries)
+            _assign(recorder.entries, recorder.states_after(rows))
         return recordings
 
     @staticmethod
-    def cut(recordings: Iterable[Recording], entry: Entry, rows: int) -> None:
+    def cut(recordings: Iterable[StateRecorder], entry: Entry, rows: int) -> None:
         """Bring the state of an entry that ended at a stop to that after its first `rows` rows."""
-        for entries, recorder in recordings:
-            if entry in entries:
-                every = mx.full((len(entries),), rows, mx.int32)
-                parts = _slices(recorder.states_after(every), len(entries))
-                state = own(parts[list(entries).index(entry)])
+        for recorder in recordings:
+            count = len(recorder.entries)
+            if entry in recorder.entries:
+                parts = _slices(recorder.states_after(mx.full(count, rows, mx.int32)), count)
+                state = own(parts[recorder.entries.index(entry)])
                 if entry.seq.state is entry.state:  # no later step has gone on from it
                     entry.seq.state = state
                     entry.seq.batch = None
                 entry.state = state
+
+
+def by_entry(accepted: Array, samplers: Iterable[Seq], plan: Plan) -> Array:
+    """int32 [entries] of `accepted` int32 [R], which has one for each of `samplers`; 0 for an entry
+    that is not among them."""
+    places = {seq: n for n, seq in enumerate(samplers)}
+    found = [places.get(e.seq, -1) for e in plan]
+    return mx.pad(accepted, (0, 1))[mx.array(found)]
 
 
 def _slices(arrays: Sequence[Array], count: int) -> list[StateArrays]:
@@ -251,9 +244,7 @@ def _slices(arrays: Sequence[Array], count: int) -> list[StateArrays]:
 def _assign(entries: Plan, arrays: Sequence[Array]) -> None:
     """Give the entries' sequences their parts of the batch's states; the next forward of the same
     sequences takes the arrays as they are."""
-    parts = [tuple(arrays)]
-    if len(entries) > 1:
-        parts = _slices(arrays, len(entries))
+    parts = _slices(arrays, len(entries)) if len(entries) > 1 else [tuple(arrays)]
     for e, part in zip(entries, parts, strict=True):
         e.seq.state = part
         e.seq.batch = arrays, parts

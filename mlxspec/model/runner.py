@@ -32,7 +32,7 @@ from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk, layers_in
-from mlxspec.types import FINAL_NORM, POOLED, Entry, Plan, Tap, UnsupportedModel
+from mlxspec.types import FINAL_NORM, Entry, Plan, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
@@ -42,10 +42,7 @@ Layout = Literal["rows", "rect", "gather", "solo"]
 
 def flat_caches(caches: Iterable[Any]) -> list[Any]:
     """The layers' caches, those inside a CacheList one by one."""
-    flat: list[Any] = []
-    for cache in caches:
-        flat += getattr(cache, "caches", [cache])
-    return flat
+    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
 
 
 def arrays_in(tree: Any) -> list[Array]:
@@ -56,10 +53,7 @@ def arrays_in(tree: Any) -> list[Array]:
 
 def pools_of(layers: Iterable[Pages]) -> list[Array]:
     """K and V of each layer in turn."""
-    pools: list[Array] = []
-    for pages in layers:
-        pools += pages.pools()
-    return pools
+    return [pool for pages in layers for pool in pages.pools()]
 
 
 class Runner:
@@ -74,14 +68,12 @@ class Runner:
         blocks: int,
         *,
         windows: Mapping[int, int] | None = None,
-        trunk: bool = True,
         lone: bool = False,
         rollback: bool = True,
         kv_bits: int = 0,
     ) -> None:
-        """`trunk`: only sampled rows reach lm_head. `lone`: one sequence per forward.
-        `rollback`: recurrent layers can drop rejected drafts. `kv_bits`: 8 or 4 bits per value in
-        the pools; 0: as computed."""
+        """`lone`: one sequence per forward. `rollback`: recurrent layers can drop rejected drafts.
+        `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed."""
         self.model = model
         self.layout = layout
         self.lone = lone or layout == "solo"
@@ -89,7 +81,7 @@ class Runner:
         self.view = View(block_size, pools, dict(pools))
         self._kv_bits = kv_bits
         self._split = False
-        self._highest: Callable[[], Sequence[int]] | None = None
+        self._highest: Callable[[], Sequence[int]] = lambda: [0 for _ in pools]
         self.caches: list[Any] = []
         if layout != "solo":
             attention.install(model)
@@ -102,14 +94,11 @@ class Runner:
         self.states = RecurrentStates(layers, rollback)
         if layers:
             recurrent.install(model)
-        self.trunk = install_trunk(model, self.view) if trunk else None
-        self._adopted: list[Pages] = []
+        self.trunk = install_trunk(model, self.view)
+        # A head's layers: the blocks hold their K and V as well, and all are grown, copied and
+        # saved together.
+        self.adopted: Sequence[Pages] = ()
         self.mirror: Any = None  # on rank 0 of several: a Mirror
-
-    def adopt(self, layers: Sequence[Pages]) -> None:
-        """Let the blocks of full attention hold K and V of these layers, a head's, as well: they
-        are grown, copied and saved with the model's own."""
-        self._adopted = list(layers)
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Raises UnsupportedModel."""
@@ -143,10 +132,8 @@ class Runner:
     def pages_of(self, group: int) -> list[Pages]:
         """Those whose K and V lie in pool number `group`."""
         window = list(self.view.num_blocks)[group]
-        found = [pages for pages in self.pages() if pages.window_key == window]
-        if group == 0:
-            found += [pages for pages in self._adopted if pages.keys is not None]
-        return found
+        written = [*self.pages(), *self.adopted]
+        return [p for p in written if p.window_key == window and p.keys is not None]
 
     def grow_on_demand(self, highest: Callable[[], Sequence[int]]) -> None:
         """Take memory only up to the `highest` block that was allocated, of each pool."""
@@ -157,8 +144,6 @@ class Runner:
     def grow(self) -> None:
         """Have memory for all allocated blocks, and half as many again (at most an eighth of the
         pool), so that it is rare. Layer by layer, because the copy of a pool takes memory too."""
-        if self._highest is None:
-            return
         view = self.view
         for group, (window, size) in enumerate(view.num_blocks.items()):
             used = self._highest()[group] + 1
@@ -184,8 +169,8 @@ class Runner:
     ) -> None:
         """Write what `read_blocks` read, in place."""
         slots = self.view.slots_of(blocks)
-        for i, pages in enumerate(self.pages_of(group)):
-            pages.put(slots, content[2 * i], content[2 * i + 1])
+        for pages, k, v in zip(self.pages_of(group), content[::2], content[1::2], strict=True):
+            pages.put(slots, k, v)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks, (group, source, target) each. Waits for the step in flight."""
@@ -217,22 +202,19 @@ class Runner:
         slots = len(ends) * max(ends, default=0)
         self._split = self.layout == "gather" and slots > MAX_PADDED_SLOTS
         plan = sorted(plan, key=self._order)
-        if self.mirror and self._highest:
+        if self.mirror:
             self.mirror.tell(plan, previous is not None, self._highest(), self.view.taps)
         shift = row_shift = None
-        if previous is not None and any(e.inflight_drafts for e in plan):
+        if previous and any(e.inflight_drafts for e in plan):
             shift = previous.shift_of(plan)
             owners = [n for n, e in enumerate(plan) for _ in range(e.sampled)]
             row_shift = shift[mx.array(owners)]
         ids = build_inputs(plan, previous, shift)
         asked = self.view.taps
-        pooling = any(e.seq.request.pooling for e in plan)
-        if pooling:
+        if any(e.seq.request.pooling for e in plan):
             self.view.taps = {*asked, FINAL_NORM}
         logits, taps = self._forward(plan, ids, shift)
         self.view.taps = asked
-        if pooling:
-            taps[POOLED] = taps[FINAL_NORM].astype(mx.float32)
         return Step(plan, ids, rows_of(plan), row_shift, logits, taps)
 
     def sample(self, step: Step) -> Sampled | None:
@@ -243,7 +225,7 @@ class Runner:
         if self.mirror:
             self.mirror.ranks.samples.append(sampled.tokens)
         if sampled.accepted is not None:
-            step.recordings = self.states.keep_accepted(sampled.accepted, list(step.first_row))
+            step.recordings = self.states.keep_accepted(sampled.accepted, step.first_row)
         return sampled
 
     def cut(self, step: Step, entry: Entry, rows: int) -> None:
@@ -261,22 +243,17 @@ class Runner:
         """Start the step on the device, without waiting for it."""
         own = []
         if self.layout == "solo":
-            for e in step.plan:
-                own += arrays_in([cache.state for cache in e.seq.state])
-        results = [*own, *step.taps.values()]
+            own = arrays_in([cache.state for e in step.plan for cache in e.seq.state])
+        results = [own, step.taps]
         if sampled:
-            results += sampled.logprobs
-            if sampled.accepted is not None:
-                results.append(sampled.accepted)
+            results += sampled.logprobs, sampled.accepted
             step.marker = sampled.tokens
         else:
             # Without samples, the last layer's K and V, or state, depend on all before.
             # MLX holds an array that is named until the whole step is done, and would copy a pool
             # that the next step writes before that: so new memory is named, not a pool.
             arrays = own or pools_of(self.pages()) or step.plan[-1].seq.state
-            markers = [array.flatten()[:1] + 0 for array in arrays[-2:]]
-            results += markers
-            step.marker = markers[-1]
+            step.marker = [array.flatten()[:1] + 0 for array in arrays[-2:]]
         step.sampled = sampled
         step.logits = None
         mx.async_eval(step.marker, *results)
@@ -296,13 +273,11 @@ class Runner:
 
     def _form(self, e: Entry) -> tuple[Any, ...]:
         """What entries must have in common to share a forward; those that decode come first."""
-        chunk = (0, 0)
-        if e.count > 1:
-            chunk = bucket(e, self.view.block_size)
-        elif self._split:
-            chunk = (0, bucket(e, self.view.block_size)[1])
+        rows, context = bucket(e, self.view.block_size)
+        if e.count == 1:
+            rows, context = 0, context if self._split else 0
         fresh = bool(self.states.layers) and e.seq.state is None
-        return fresh, chunk
+        return fresh, rows, context
 
     def _order(self, e: Entry) -> tuple[Any, ...]:
         """Entries of one forward are neighbours, and in it those of one attention group."""
@@ -319,10 +294,9 @@ class Runner:
     ) -> tuple[Array, dict[Tap, Array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
         batches = [list(plan)]
-        if self.lone:
-            batches = [[e] for e in plan]
-        elif self.layout != "rows":
-            batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
+        if self.layout != "rows":
+            alike: Callable[[Entry], Any] = id if self.lone else self._form
+            batches = [list(batch) for _, batch in groupby(plan, alike)]
         self.states.begin_step(plan)
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}

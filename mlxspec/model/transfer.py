@@ -5,7 +5,7 @@ shapes and dtypes depend on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -20,15 +20,6 @@ class Transfer:
     """For the pools of one runner; a group is the index of a pool. Engine thread only."""
 
     runner: Runner
-    _count: int = field(init=False)  # arrays of a block at first
-
-    def __post_init__(self) -> None:
-        self._count = len(self._pools(0))
-
-    @property
-    def complete(self) -> bool:
-        """Whether blocks hold all that they did at first: not after a head has failed."""
-        return len(self._pools(0)) >= self._count
 
     def export(
         self,
@@ -43,10 +34,9 @@ class Transfer:
 
     def host(self, exported: Sequence[mx.array]) -> Arrays:
         """The arrays of `export`, or of a recurrent state, on the host, as bytes [..., D]."""
-        arrays = {}
-        for i, array in enumerate(exported):
-            arrays[str(i)] = np.array(array.view(mx.uint8), order="C")
-        return arrays
+        return {
+            str(i): np.array(array.view(mx.uint8), order="C") for i, array in enumerate(exported)
+        }
 
     def place(
         self,
@@ -59,10 +49,10 @@ class Transfer:
         missing, before anything is written."""
         self.runner.grow()
         source = np.array(self.runner.view.slots_of(which))
-        rows = []
-        for i, pool in enumerate(self._pools(group)):
-            array = arrays[str(i)]
-            rows.append(mx.array(array[:, source]).view(pool.dtype))
+        rows = [
+            mx.array(arrays[str(i)][:, source]).view(pool.dtype)
+            for i, pool in enumerate(self._pools(group))
+        ]
         self.runner.write_blocks(group, blocks, rows)
         mx.async_eval(self._pools(group))
 

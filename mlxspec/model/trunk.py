@@ -4,7 +4,9 @@ Rule: nothing is computed or kept for a hidden state that no drafter asked for.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from mlx.nn import Module
@@ -15,18 +17,16 @@ from mlxspec.types import FINAL_NORM, Tap, UnsupportedModel
 TRUNK_NAMES = ("model", "backbone", "transformer")  # mlx-lm's, of the module with the layers
 
 
-def find_trunk(model: Module) -> tuple[Any, str] | None:
-    """The part of a model that holds its trunk, beside its lm_head, and the trunk's name there."""
-    for owner in (model, getattr(model, "language_model", None)):
-        if not isinstance(owner, Module):
+def find_trunk(model: Module) -> tuple[Any, str]:
+    """The part of a model that holds its trunk, beside its lm_head, and the trunk's name there.
+    Raises UnsupportedModel."""
+    for owner, name in product((model, getattr(model, "language_model", None)), TRUNK_NAMES):
+        inner = _trunk_in(owner, name) if isinstance(owner, Module) else None
+        if not isinstance(inner, Module):
             continue
-        for name in TRUNK_NAMES:
-            inner = _trunk_in(owner, name)
-            if not isinstance(inner, Module):
-                continue
-            if "layers" in inner or any(isinstance(each, list) for each in inner.values()):
-                return owner, name
-    return None
+        if "layers" in inner or any(isinstance(each, list) for each in inner.values()):
+            return owner, name
+    raise UnsupportedModel("a head cannot be used: mlx-lm has this model's layers elsewhere")
 
 
 def _trunk_in(owner: Module, name: str) -> Any:
@@ -36,10 +36,7 @@ def _trunk_in(owner: Module, name: str) -> Any:
 
 def trunk_of(model: Module) -> Any:
     """A model's trunk: embeddings, layers and the final norm. Raises UnsupportedModel."""
-    found = find_trunk(model)
-    if found is None:
-        raise UnsupportedModel("a head cannot be used: mlx-lm has this model's layers elsewhere")
-    return _trunk_in(*found)
+    return _trunk_in(*find_trunk(model))
 
 
 def decoder_layers(model: Module) -> list[Module]:
@@ -50,11 +47,11 @@ def decoder_layers(model: Module) -> list[Module]:
 def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
     """A model's functions from tokens to embeddings and from hidden states to logits. Raises
     UnsupportedModel."""
+    owner, _ = find_trunk(model)
     embed = trunk_of(model).get("embed_tokens")
-    found = find_trunk(model)
-    if found is None or embed is None:
+    if embed is None:
         raise UnsupportedModel("a head cannot be used: the model has no embed_tokens")
-    lm_head = found[0].get("lm_head") or embed.as_linear
+    lm_head = owner.get("lm_head") or embed.as_linear
     if hasattr(lm_head, "group"):
         raise UnsupportedModel("a head cannot be used: lm_head is split among the ranks")
     return embed, lm_head
@@ -87,13 +84,13 @@ class TappedLayer:
 def install_trunk(model: Module, view: View) -> Module | None:
     """Make the model's trunk a TappedLayer with this view, and return the trunk. None where there
     is none."""
-    found = find_trunk(model)
-    if found is None:
-        return None
-    inner: Module = _trunk_in(*found)
-    setattr(*found, TappedLayer(inner, FINAL_NORM, view))
-    install_taps(inner, view, ())
-    return inner
+    with suppress(UnsupportedModel):
+        owner, name = find_trunk(model)
+        inner: Module = _trunk_in(owner, name)
+        setattr(owner, name, TappedLayer(inner, FINAL_NORM, view))
+        install_taps(inner, view, ())
+        return inner
+    return None
 
 
 def _unwrapped(module: Any) -> Any:

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.model.runner import Runner
 from mlxspec.speculate.ngram import Corpus
 from mlxspec.types import InvalidRequest, Output
 from tests import tiny
@@ -147,8 +146,7 @@ def test_an_aborted_text_frees_its_blocks() -> None:
 
 
 def test_a_model_whose_hidden_states_cannot_be_read_refuses() -> None:
-    m = tiny.model("qwen3")
-    e = tiny.engine(m)
-    e.runner = Runner(m, "rows", 8, 64, trunk=False)
+    e = tiny.engine(tiny.model("qwen3"))
+    e.runner.trunk = None
     with pytest.raises(InvalidRequest, match="hidden states"):
         e.add(wanted("one", "last"))

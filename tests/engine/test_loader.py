@@ -19,7 +19,7 @@ from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
 from mlxspec.model import layout as loading
-from mlxspec.model.layout import find_layout, geometry, load, load_weights
+from mlxspec.model.layout import LayoutChoice, find_layout, geometry, load, load_weights
 from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, calibrate
@@ -370,7 +370,7 @@ def test_kernels_are_verified_at_load(path: Path, monkeypatch: pytest.MonkeyPatc
         return (mx.arange(1.0, 257.0).reshape(4, 64),)
 
     case = Case("fake 1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
-    monkeypatch.setattr(loader, "kernel_cases", lambda *of: [case])
+    monkeypatch.setattr(LayoutChoice, "cases", lambda *of: [case])
     options = settings(block_size=16, speculate="off")
     load_engine(path, "tiny", options)
     assert not runs and KERNELS.verdicts["fake 1"].why == "no Metal here"

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlxspec.kernels import matmul
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
 from mlxspec.model import quantized
+from mlxspec.model.runner import Runner
 from tests import metalsim, tiny
 from tests.liar import NoisyOracle
 
@@ -141,17 +142,21 @@ def test_what_a_model_is_stays(kind: str) -> None:
     )
 
 
+def cases(m: nn.Module) -> list[Case]:
+    return quantized.kernel_cases(Runner(m, "rows", 8, quantized.CASE_BLOCKS))
+
+
 def test_cases_of_a_model() -> None:
     """Each shape once; the embedding too where it is the lm_head."""
     m = quantized_model("qwen3_moe")
     quantized.install(m)
-    found = {case.name.split(" of ")[0] for case in quantized.kernel_cases(m, 8)}
+    found = {case.name.split(" of ")[0] for case in cases(m)}
     assert found >= {f"small_qmm {shape}" for shape in ("64x64", "32x64", "4x64", "320x64")}
     m = quantized_model("llama", tie_word_embeddings=False)
     del m.lm_head
     m.lm_head = nn.Linear(64, 320)
     quantized.install(m)
-    found = {case.name.split(" of ")[0] for case in quantized.kernel_cases(m, 8)}
+    found = {case.name.split(" of ")[0] for case in cases(m)}
     assert "small_qmm 64x64" in found and "small_qmm 320x64" not in found
 
 
@@ -172,7 +177,7 @@ def test_unsupported_layers_keep_mlxs_own_operation() -> None:
     assert type(m.layers[1].self_attn.v_proj) is nn.QuantizedLinear, "mxfp4"
     assert type(m.layers[0].mlp.up_proj).__name__ == "Other"
     assert type(m.layers[0].self_attn.k_proj) is nn.QuantizedLinear
-    assert any("64x64 of 8 bits" in case.name for case in quantized.kernel_cases(m, 8))
+    assert any("64x64 of 8 bits" in case.name for case in cases(m))
 
 
 @pytest.mark.parametrize(

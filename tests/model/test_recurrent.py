@@ -99,7 +99,9 @@ def test_nothing_is_recorded_without_a_draft_or_for_another_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
-    monkeypatch.setattr(recurrent, "StateRecorder", lambda: made.append(recorder()) or made[-1])
+    monkeypatch.setattr(
+        recurrent, "StateRecorder", lambda *args: made.append(recorder(*args)) or made[-1]
+    )
     one, other = tiny.model("qwen3_next"), tiny.model("qwen3_next")
     e, quiet = (tiny.engine(m, layout="rect") for m in (one, other))
     told = tiny.Plain(one)(PROMPT, 20)

@@ -168,5 +168,6 @@ def test_a_layer_that_is_not_there_is_refused() -> None:
     runner = Runner(tiny.model("qwen3"), "rows", 8, 8)
     with pytest.raises(UserError, match="layer 99"):
         runner.tap([99])
+    runner.trunk = None
     with pytest.raises(UserError, match="hidden states"):
-        Runner(tiny.model("qwen3"), "rows", 8, 8, trunk=False).tap([0])
+        runner.tap([0])

@@ -42,7 +42,7 @@ class HeadDrafter(Drafter):
         self.runner = runner
         self.costs = DraftCosts()
         self._pass = head.pass_type(head, runner)
-        runner.adopt(self._pass.pages)
+        runner.adopted = self._pass.pages
         self.use(head.taps)
         self._followers = Followers(head.slot_offset, runner.view.block_size, self._before)
 
@@ -64,7 +64,7 @@ class HeadDrafter(Drafter):
         self.use(())
 
     def close(self) -> None:
-        self.runner.adopt(())  # else blocks would be saved whose rows it did not read
+        self.runner.adopted = ()  # else blocks would be saved whose rows it did not read
         self._followers.live.clear()
         # Recurrent states with and without hidden states cannot share a batch.
         if not self.runner.states.layers:

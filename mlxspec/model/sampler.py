@@ -54,14 +54,13 @@ def rows_of(plan: Plan) -> list[SampledRow]:
     end = 0
     for e in plan:
         end += e.rows
-        first = end - e.sampled
         for i in range(e.sampled):
             row = SampledRow(
                 e,
                 e.seq.request.sampling,
                 e.start + e.count + i,
                 i + 1,
-                first,
+                end - e.sampled,
             )
             if e.masks:
                 row.mask = e.masks[i]
@@ -72,10 +71,8 @@ def rows_of(plan: Plan) -> list[SampledRow]:
 def drafts_of(rows: Rows) -> list[tuple[int, int]]:
     """(index of its first token among the input tokens, length) of each sampling entry's draft; []
     if nothing was drafted."""
-    firsts = [row for row in rows if row.ordinal == 1]
-    if not any(len(row.entry.draft) for row in firsts):
-        return []
-    return [(row.first_input + 1, len(row.entry.draft)) for row in firsts]
+    drafts = [(row.first_input + 1, len(row.entry.draft)) for row in rows if row.ordinal == 1]
+    return drafts if any(count for _, count in drafts) else []
 
 
 @lru_cache(256)
@@ -158,8 +155,8 @@ def read(
         n = row.sampling.logprobs
         if n is None:
             continue
-        top = list(zip(ids[r], values[r], strict=True))
-        top.sort(key=lambda pair: (-pair[1], pair[0]))
+        pairs = zip(ids[r], values[r], strict=True)
+        top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
         logprobs[r] = Logprob(tokens[r], chosen[r], tuple(top[:n]))
     return tokens, logprobs
 
@@ -181,27 +178,21 @@ def _penalize(
     inputs: Array,
 ) -> Array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
-    (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
-    chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
-    if not chosen:
+    (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858). Neutral ones change no bit."""
+    if not any(row.sampling.penalized for row in rows):
         return x
-    x = x.astype(mx.float32)
-    penalized = [rows[r] for r in chosen]
-    in_prompt, counts = _token_counts(penalized, inputs, x.shape[-1])
+    in_prompt, counts = _token_counts(rows, inputs, x.shape[-1])
     generated = counts > 0
     penalties = []
-    for row in penalized:
+    for row in rows:
         s = row.sampling
         penalties.append([s.repetition_penalty, s.frequency_penalty, s.presence_penalty])
     columns = mx.array(penalties, mx.float32).T
     repetition, frequency, presence = columns[:, :, None]
-    at = mx.array(chosen)
-    y = x[at]
-    repeated = mx.where(y > 0, y / repetition, y * repetition)
-    y = mx.where(in_prompt | generated, repeated, y)
-    y = y - counts * frequency
-    x[at] = y - generated * presence
-    return x
+    x = x.astype(mx.float32)
+    repeated = mx.where(x > 0, x / repetition, x * repetition)
+    x = mx.where(in_prompt | generated, repeated, x)
+    return x - counts * frequency - generated * presence
 
 
 def _token_counts(
@@ -239,10 +230,9 @@ def _host_counts(
     """Which tokens stand in the prompt, bool [vocab], and how often each was generated before
     position `upto`, float32 [vocab]. Kept with the sequence: a step counts only what is new."""
     if seq.counts is None:
-        prompt = mx.zeros((vocab,), mx.bool_)
-        prompt[mx.array(seq.request.prompt)] = True
-        output = mx.zeros((vocab,))
-        seq.counts = seq.prompt_len, prompt, output
+        none = mx.zeros(vocab)
+        prompt = none.at[mx.array(seq.request.prompt)].add(1) > 0
+        seq.counts = seq.prompt_len, prompt, none
     counted, prompt, output = seq.counts
     if upto > counted:
         new = mx.array(seq.tokens[counted:upto])
@@ -258,29 +248,22 @@ def _floors(
     """float32 [R]: the lowest of x [R, vocab] / temperature that top_k, top_p and min_p keep, -inf
     for rows without them; None if no row has one. A row with a small top_k ranks NARROW tokens
     alone, whichever rows it shares the batch with."""
-    vocab = x.shape[-1]
-    narrow: list[int] = []
-    wide: list[int] = []
+    filtered: dict[bool, list[int]] = {}
     for r, row in enumerate(rows):
         s = row.sampling
-        if not s.temperature or not (s.top_k or s.top_p < 1 or s.min_p):
-            continue
-        if 0 < s.top_k <= NARROW < vocab:
-            narrow.append(r)
-        else:
-            wide.append(r)
-    if not narrow and not wide:
+        if s.temperature and (s.top_k or s.top_p < 1 or s.min_p):
+            narrow = 0 < s.top_k <= NARROW < x.shape[-1]
+            filtered.setdefault(narrow, []).append(r)
+    if not filtered:
         return None
     floors = mx.full((len(rows),), -mx.inf)
-    for chosen in (narrow, wide):
-        if not chosen:
-            continue
+    for narrow, chosen in filtered.items():
         some = [rows[r] for r in chosen]
         at = mx.array(chosen)
         y = allow(x[at].astype(mx.float32), [row.mask for row in some])
         temperatures = mx.array([_temperature(row) for row in some])
         y = y / temperatures[:, None]
-        if chosen is narrow:
+        if narrow:
             y = mx.topk(y, NARROW, axis=-1)
         ranked = mx.sort(y, axis=-1)[:, ::-1]
         floors[at] = _floor(ranked, [row.sampling for row in some])

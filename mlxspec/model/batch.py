@@ -4,7 +4,7 @@ Rule: the host builds plain lists, which is faster for few rows than numpy; only
 step in flight is lazy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import ceil
@@ -61,7 +61,7 @@ class Step:
         if self.sampled is None:
             return [([], []) for _ in self.plan]
         tokens, logprobs = read(self.sampled, self.rows)
-        accepted = repeat(0)
+        accepted: Iterator[int] = repeat(0)
         if self.sampled.accepted is not None:
             accepted = iter(np.array(self.sampled.accepted).tolist())
         results: list[Result] = []

@@ -1,7 +1,6 @@
 """The cards of built-in models: the files of models/, whose README explains the fields."""
 
 import tomllib
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +10,7 @@ from mlxspec.types import Json, UnsupportedModel, line_of
 
 Mode = Literal["fp32", "4bit"]
 C = TypeVar("C", bound=BaseModel)
+HEADS = "heads/*.toml"
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -58,7 +58,7 @@ class HeadCard(BaseModel):
 def head_of(model: str) -> str:
     """The hub id of the sidecar to use with a model, by its hub id or the name of a copy, where its
     own files hold no head; "" where no card has one. Raises UnsupportedModel."""
-    for card in _head_cards():
+    for card in _read(HEADS, HeadCard).values():
         if any(_names(target, model) for target in card.targets):
             return next((head.id for head in card.heads if head.kind == "mtp"), "")
     return ""
@@ -66,7 +66,7 @@ def head_of(model: str) -> str:
 
 def target_of(head: str) -> str:
     """A model for which a head was published; "" where no card has it. Raises UnsupportedModel."""
-    for card in _head_cards():
+    for card in _read(HEADS, HeadCard).values():
         if any(_names(known.id, head) for known in card.heads):
             return card.targets[0]
     return ""
@@ -77,22 +77,19 @@ def _names(known: str, name: str) -> bool:
     return name in (known, known.partition("/")[2], f"models--{known.replace('/', '--')}")
 
 
-def _head_cards() -> list[HeadCard]:
-    files = sorted(data_dir("models").glob("heads/*.toml"))
-    return [_read(file, HeadCard) for file in files]
-
-
-def _read(file: Path, kind: type[C]) -> C:
-    """A card. Raises UnsupportedModel."""
-    try:
-        return kind.model_validate(tomllib.loads(file.read_text("utf-8")))
-    except ValueError as error:
-        raise UnsupportedModel(
-            f"{file}: {line_of(error)}; models/README.md explains the fields"
-        ) from error
+def _read(pattern: str, kind: type[C]) -> dict[str, C]:
+    """The cards in these files of models/, by name. Raises UnsupportedModel."""
+    found = {}
+    for file in sorted(data_dir("models").glob(pattern)):
+        try:
+            found[file.stem] = kind.model_validate(tomllib.loads(file.read_text("utf-8")))
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"{file}: {line_of(error)}; models/README.md explains the fields"
+            ) from error
+    return found
 
 
 def cards() -> dict[str, Card]:
     """The built-in models by name. Raises UnsupportedModel."""
-    files = sorted(data_dir("models").glob("*.toml"))
-    return {file.stem: _read(file, Card) for file in files}
+    return _read("*.toml", Card)

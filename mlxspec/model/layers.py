@@ -6,7 +6,7 @@ from mlx.nn import Module
 
 from mlxspec.types import Json, UnsupportedModel, line_of
 
-KINDS = {"llama": "TransformerBlock", "qwen3": "TransformerBlock"}  # model_type -> class
+KINDS = ("llama", "qwen3")  # model_type
 
 
 def decoder_layer(config: Json) -> Module:
@@ -19,7 +19,7 @@ def decoder_layer(config: Json) -> Module:
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     try:
         args = module.ModelArgs.from_dict(config)
-        layer: Module = getattr(module, KINDS[kind])(args)
+        layer: Module = module.TransformerBlock(args)
     except (TypeError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"the head's config.json is incomplete: {line_of(error)}") from error
     return layer

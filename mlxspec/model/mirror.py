@@ -59,7 +59,7 @@ class Mirror:
     def tell(self, plan: Plan, overlaps: bool, highest: Sequence[int], taps: Sequence[Tap]) -> None:
         """Let the followers run a plan, `overlaps`: after the step in flight. What a drafter left
         on the device follows on the device."""
-        message = {
+        message: Json = {
             "step": self.model,
             "plan": list(map(self._entry, plan)),
             "overlaps": overlaps,

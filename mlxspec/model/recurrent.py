@@ -8,7 +8,7 @@ stand is an array: no step is waited for.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -80,7 +80,11 @@ class RecordedConv1d(nn.Conv1d):
         return super().__call__(x)  # type: ignore[no-untyped-call]
 
 
-def _part_after(x: Array, offsets: Array, rows: Array) -> Array:
+def _part_after(
+    x: Array,
+    offsets: Array,
+    rows: Array,
+) -> Array:
     """The part [B, offsets, D] of x [B, L, D] at these offsets to the number of rows."""
     places = rows[:, None] + offsets
     return mx.take_along_axis(x, places[..., None], axis=1)
@@ -203,7 +207,7 @@ class RecurrentStates:
         for layer in self.layers:
             layer.cache = [None for _ in layer.cache]
 
-    def keep_accepted(self, accepted: Array, samplers: Iterable[Seq]) -> list[StateRecorder]:
+    def keep_accepted(self, accepted: Array, samplers: Collection[Seq]) -> list[StateRecorder]:
         """Bring the states that a forward with drafts left to those after the accepted ones,
         lazily. `accepted` int32 [R]: how many were, for each of `samplers`. Returns what `cut`
         needs."""
@@ -228,7 +232,11 @@ class RecurrentStates:
                 entry.state = state
 
 
-def by_entry(accepted: Array, samplers: Iterable[Seq], plan: Plan) -> Array:
+def by_entry(
+    accepted: Array,
+    samplers: Collection[Seq],
+    plan: Plan,
+) -> Array:
     """int32 [entries] of `accepted` int32 [R], which has one for each of `samplers`; 0 for an entry
     that is not among them."""
     places = {seq: n for n, seq in enumerate(samplers)}

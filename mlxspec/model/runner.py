@@ -241,10 +241,10 @@ class Runner:
         sampled: Sampled | None,
     ) -> Step:
         """Start the step on the device, without waiting for it."""
-        own = []
+        own: list[Array] = []
         if self.layout == "solo":
             own = arrays_in([cache.state for e in step.plan for cache in e.seq.state])
-        results = [own, step.taps]
+        results: list[Any] = [own, step.taps]
         if sampled:
             results += sampled.logprobs, sampled.accepted
             step.marker = sampled.tokens

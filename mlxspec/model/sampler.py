@@ -109,13 +109,10 @@ def sample(
         _floors(x, rows),
     )
     tokens, accepted = sample_accept(x, draws, inputs, drafts_of(rows))
-    logprobs: Sequence[Array] = ()
-    if wanted:
-        logprobs = _logprobs(logits, tokens, max(wanted))
     return Sampled(
         tokens,
         accepted,
-        logprobs,
+        _logprobs(logits, tokens, max(wanted)) if wanted else (),
     )
 
 
@@ -202,24 +199,19 @@ def _token_counts(
 ) -> tuple[Array, Array]:
     """For each row which tokens stand in the prompt, bool [R, vocab], and how often each was
     generated before it, float32 [R, vocab]; tokens of the step itself are counted lazily."""
-    prompts = []
-    outputs = []
-    at: list[int] = []  # generated input tokens of this step,
-    of: list[int] = []  # and a row that comes after each
+    known = []
+    unread = []  # generated input tokens of this step, each with a row that comes after it
     for r, row in enumerate(rows):
         seq = row.entry.seq
         first = row.position - row.ordinal  # of the entry's input tokens that may be unread
-        prompt, output = _host_counts(seq, first, vocab)
-        prompts.append(prompt)
-        outputs.append(output)
+        known.append(_host_counts(seq, first, vocab))
         for i in range(max(0, seq.prompt_len - first), row.ordinal):
-            at.append(row.first_input + i)
-            of.append(r)
-    counts = mx.stack(outputs)
-    if at:
-        tokens = inputs[mx.array(at)]
-        counts = counts.at[mx.array(of), tokens].add(1.0)
-    return mx.stack(prompts), counts
+            unread.append((row.first_input + i, r))
+    in_prompt, counts = map(mx.stack, zip(*known, strict=True))
+    if unread:
+        at, of = mx.array(unread).T
+        counts = counts.at[of, inputs[at]].add(1.0)
+    return in_prompt, counts
 
 
 def _host_counts(

@@ -98,13 +98,10 @@ def _unwrapped(module: Any) -> Any:
     return module._inner if isinstance(module, TappedLayer) else module
 
 
-def layers_in(trunk: Module) -> list[Any]:
+def layers_in(trunk: Module) -> Any:
     """The list of a trunk's layers; some models have it in a module of that name."""
-    layers: Any = trunk.get("layers", [])
-    if isinstance(layers, Module):
-        layers = layers.get("layers", [])
-    found: list[Any] = layers
-    return found
+    layers = trunk.get("layers", [])
+    return layers.get("layers", []) if isinstance(layers, Module) else layers
 
 
 def install_taps(

@@ -168,15 +168,15 @@ def fill_view(
     row = first = 0
     for _, members in groupby(plan, key=lambda e: one_group or bucket(e, size, length)):
         entries = list(members)
-        rows = length or entries[0].rows
+        count = length or entries[0].rows
         last = first + len(entries)
-        end = row + rows * len(entries)
+        end = row + count * len(entries)
         starts = [e.start for e in entries]
         some = {window: tables[first:last] for window, tables in all_tables.items()}
         group = Group(
             row,
             end,
-            rows,
+            count,
             starts,
             some,
             size,

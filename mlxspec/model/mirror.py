@@ -177,5 +177,7 @@ class Follower:
         draft = told.draft
         if isinstance(draft, int):
             draft = self.ranks.share(mx.zeros(draft, mx.int32))
-        masks = list(map(bytes.fromhex, told.masks))
-        return Entry(seq, *told.rows, draft=Draft(draft), masks=masks)
+        e = Entry(seq, *told.rows)
+        e.draft = Draft(draft)
+        e.masks = list(map(bytes.fromhex, told.masks))
+        return e

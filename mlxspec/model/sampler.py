@@ -207,7 +207,7 @@ def _token_counts(
         known.append(_host_counts(seq, first, vocab))
         for i in range(max(0, seq.prompt_len - first), row.ordinal):
             unread.append((row.first_input + i, r))
-    in_prompt, counts = map(mx.stack, zip(*known, strict=True))
+    in_prompt, counts = [mx.stack(list(each)) for each in zip(*known, strict=True)]
     if unread:
         at, of = mx.array(unread).T
         counts = counts.at[of, inputs[at]].add(1.0)

@@ -243,6 +243,7 @@ def _connect(children: Sequence[subprocess.Popen[bytes]]) -> Ranks:
         signal.signal(signal.SIGCHLD, before)
     for child in children:
         child.kill()
+        child.wait()
     raise UserError(f"the ranks cannot be connected: {why}")
 
 

@@ -137,7 +137,7 @@ def convert(gguf: Path, target: Path, mode: embedded.Mode) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    mx.save_gguf(str(tmp_path / "m.gguf"), tensors()[0], meta())
+    write_packed(tmp_path / "m.gguf")
     return tmp_path / "m.gguf"
 
 
@@ -147,7 +147,7 @@ def test_fp32_has_the_weights_in_mlx_lms_order(source: Path, tmp_path: Path) -> 
     want = tensors()[1]
     assert found.keys() == want.keys()
     for name, w in want.items():
-        assert (np.array(found[name]) == w).all(), name
+        assert np.abs(np.array(found[name]) - w).max() < 0.05, name  # half a step of 4 bits
     model, config = load_model(tmp_path / "out")
     assert "quantization" not in config
     assert model(mx.array([[1, 5, 9]])).shape == (1, 3, len(meta()["tokenizer.ggml.tokens"]))

@@ -114,6 +114,8 @@ class KVOffloader:
     def _unsaved(self, number: int, hashes: Hashes) -> dict[bytes, Any]:
         """What memory has and the disk lacks, by key on disk: blocks of a pool, or states."""
         found: dict[bytes, Any] = {}
+        if not self.transfer.complete:  # the next start would miss a head's arrays
+            return found
         for key in hashes:
             name = _disk_key(key, number)
             content = self._in_memory(number, key)

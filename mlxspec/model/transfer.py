@@ -5,7 +5,7 @@ shapes and dtypes depend on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +20,15 @@ class Transfer:
     """For the pools of one runner; a group is the index of a pool. Engine thread only."""
 
     runner: Runner
+    _count: int = field(init=False)  # arrays of a block at first
+
+    def __post_init__(self) -> None:
+        self._count = len(self._pools(0))
+
+    @property
+    def complete(self) -> bool:
+        """Whether blocks hold all that they did at first: not after a head has failed."""
+        return len(self._pools(0)) >= self._count
 
     def export(
         self,

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import (
-    CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
 
-from mlxspec.types import Json, Served
+from mlxspec.types import Served
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -25,7 +25,7 @@ GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MODEL = ("model",)
 
-# Of each model: names in `Stats`, and the last ones of `Served`.
+# Of each model: names in `Stats`, and others that `_samples` makes.
 COUNTERS = {
     "steps": "Steps of the engine.",
     "rounds": "Rounds, one per sequence and step that brought it tokens.",
@@ -39,6 +39,9 @@ COUNTERS = {
     "disk_runs_damaged": "Files of the prefix cache that did not pass their check.",
     "speculation_parked_seconds": "Time in which tokens were decoded and none were drafted.",
     "model_loads": "How often the model was loaded.",
+    "drafted_tokens": "Tokens drafted.",
+    "accepted_tokens": "Drafted tokens that were accepted.",
+    "refused": "Requests answered with an error, by status.",
 }
 GAUGES = {
     "running": "Running sequences.",
@@ -47,6 +50,7 @@ GAUGES = {
     "states": "Snapshots of recurrent layers kept for later prompts.",
     "step_seconds": "Duration of the last step.",
     "model_loaded": "1: the model is in memory.",
+    "kv_blocks": "KV blocks by state.",
 }
 # Of the process, whichever models are loaded: names in `Stats`.
 PROCESS = {
@@ -92,60 +96,38 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's part; the registry calls it."""
         served = self.models()
-        values = {model: _values(one) for model, one in served.items()}
-        for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-            for name, text in table.items():
-                family = kind(f"mlxspec_{name}", text, labels=MODEL)
-                for model, row in values.items():
-                    family.add_metric((model,), row[name])
-                yield family
+        for kind, suffix, table in (("counter", "_total", COUNTERS), ("gauge", "", GAUGES)):
+            families = {name: Metric(f"mlxspec_{name}", text, kind) for name, text in table.items()}
+            for name, value, labels in self._samples(served):
+                if name in families:
+                    families[name].add_sample(f"mlxspec_{name}{suffix}", labels, value)
+            yield from families.values()
         for name, text in PROCESS.items():
-            value = max((row[name] for row in values.values()), default=0)
+            value = max((getattr(one.stats, name) for one in served.values()), default=0)
             yield GaugeMetricFamily(f"mlxspec_{name}", text, value=value)
-        refused = CounterMetricFamily(
-            "mlxspec_refused", "Requests answered with an error, by status.", labels=("status",)
-        )
-        for status, count in self.refused.items():
-            refused.add_metric((status,), count)
-        yield refused
-        blocks = GaugeMetricFamily(
-            "mlxspec_kv_blocks", "KV blocks by state.", labels=("model", "state")
-        )
-        for model, row in values.items():
-            for state in ("used", "cached", "free"):
-                blocks.add_metric((model, state), row[f"blocks_{state}"])
-        yield blocks
-        yield from _drafts(served)
         yield _depths(served)
+
+    def _samples(self, served: Mapping[str, Served]) -> Iterator[tuple[str, Any, dict[str, str]]]:
+        """(name, value, labels) of COUNTERS and GAUGES, among others."""
+        for status, count in self.refused.items():
+            yield "refused", count, {"status": status}
+        for model, one in served.items():
+            labels, stats = {"model": model}, one.stats
+            for name, value in asdict(stats).items():
+                yield name, value, labels
+            yield "speculation_parked_seconds", stats.parked_seconds, labels
+            yield "model_loads", one.loads, labels
+            yield "model_loaded", one.status == "loaded", labels
+            for state in ("used", "cached", "free"):
+                yield "kv_blocks", getattr(stats, f"blocks_{state}"), labels | {"state": state}
+            for source, position, drafted, accepted in stats.drafts:
+                place = labels | {"source": source, "position": str(position)}
+                yield "drafted_tokens", drafted, place
+                yield "accepted_tokens", accepted, place
 
     def render(self) -> bytes:
         """The page, in the text format of Prometheus."""
         return generate_latest(self.registry)
-
-
-def _values(one: Served) -> Json:
-    """The values of COUNTERS, GAUGES and PROCESS."""
-    return asdict(one.stats) | {
-        "speculation_parked_seconds": one.stats.parked_seconds,
-        "model_loads": one.loads,
-        "model_loaded": one.status == "loaded",
-    }
-
-
-def _drafts(served: Mapping[str, Served]) -> Iterator[Metric]:
-    """Drafted and accepted tokens by source and position in the draft."""
-    labels = ("model", "source", "position")
-    drafted = CounterMetricFamily("mlxspec_drafted_tokens", "Tokens drafted.", labels=labels)
-    accepted = CounterMetricFamily(
-        "mlxspec_accepted_tokens", "Drafted tokens that were accepted.", labels=labels
-    )
-    for model, one in served.items():
-        for source, position, tried, right in one.stats.drafts:
-            key = (model, source, str(position))
-            drafted.add_metric(key, tried)
-            accepted.add_metric(key, right)
-    yield drafted
-    yield accepted
 
 
 def _depths(served: Mapping[str, Served]) -> Metric:

@@ -89,23 +89,13 @@ class ResolvedModel:
 
 def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
-    found, draft = [], config.draft  # of the first model
-    for each in (config.model, *config.others):
-        name = _split_name(each)[1] or DEFAULT
-        found.append(name)
+    found = []
+    for each in _each(config):
+        model, path = _split_name(each.model)[1] or DEFAULT, None
         with suppress(UnsupportedModel):  # which its user reports
-            path = on_disk(name, config)
-            learned = path and learned_head(Resolved(path, name), cache_of(config))
-            draft = draft or str(learned or "") or _sidecar(name, path)
-        if draft != NONE and draft and config.speculate == "on":
-            found.append(draft)
-        draft = _of_others(config)
+            path = on_disk(model, config)
+        found += filter(None, (model, _draft_of(model, path, each)))
     return found
-
-
-def _of_others(config: Config) -> str:
-    """The setting `draft` of all models but the first."""
-    return NONE if config.draft == NONE else ""
 
 
 def on_disk(model: str, config: Config) -> Path | None:
@@ -120,57 +110,50 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
     cache, draft = cache_of(config), None
     name, model = _split_name(config.model)
     found = resolve(model, cache, METAL)
-    if config.speculate == "on" and config.draft != NONE:
-        try:
-            if config.draft:
-                draft = resolve(config.draft, cache, METAL, draft=True)
-            elif learned := learned_head(found, cache):
-                draft = Resolved(learned, f"the head in {learned}")
-            else:
-                draft = _fetch_head(_sidecar(found.name, found.path), cache)
-        except UnsupportedModel as error:
-            if config.draft:
-                raise UnsupportedModel(f"--draft: {error}; or give --draft off") from error
-            log.warning("decoding without a head: %s", error)
-            config = replace(config, draft=NONE)
+    try:
+        if wanted := _draft_of(found.name, found.path, config):
+            if not find_local(wanted, cache, METAL, draft=True):
+                log.info("fetching %s, which drafts for this model; --draft off leaves it", wanted)
+            draft = resolve(wanted, cache, METAL, draft=True)
+            if not config.draft and not find_head(draft.path).standalone:
+                raise UnsupportedModel(f"{wanted} holds no head that can be read")
+    except UnsupportedModel as error:
+        if config.draft:
+            raise UnsupportedModel(f"--draft: {error}; or give --draft off") from error
+        log.warning("decoding without a head: %s", error)
+        config, draft = replace(config, draft=NONE), None
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
     if config.draft and draft and not find_draft(draft.path, found.path).standalone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
 
 
-def _sidecar(name: str, path: Path | None) -> str:
-    """The head that a card names for a model, unless the files hold one or are damaged."""
-    found = head_of(name) if "/" in name else ""
-    if found and path:
-        files = find_head(path)
-        if files.kind or files.error:
-            return ""
-    return found
+def _each(config: Config) -> list[Config]:
+    """The settings of each model: `name` is the first one's, and `draft` too, unless it is off."""
+    draft = NONE if config.draft == NONE else ""
+    others = [replace(config, model=other, name="", draft=draft) for other in config.others]
+    return [config, *others]
 
 
-def _fetch_head(sidecar: str, cache: Path) -> Resolved | None:
-    """A head by its hub id; None for "". Raises UnsupportedModel."""
-    if not sidecar:
-        return None
-    if not find_local(sidecar, cache, METAL, draft=True):
-        log.info("fetching %s, which drafts for this model; --draft off leaves it", sidecar)
-    found = resolve(sidecar, cache, METAL, draft=True)
-    if not find_head(found.path).standalone:
-        raise UnsupportedModel(f"{sidecar} holds no head that can be read")
-    return found
+def _draft_of(model: str, path: Path | None, config: Config) -> str:
+    """What drafts for a model: by the settings, else the head that was trained for it here, else
+    the one that a card names, unless its files hold one or are damaged. Raises UnsupportedModel."""
+    if config.draft == NONE or config.speculate == "off":
+        return ""
+    learned = path and learned_head(Resolved(path, model), cache_of(config))
+    if config.draft or learned:
+        return config.draft or str(learned)
+    named = head_of(model) if "/" in model else ""
+    own = find_head(path) if named and path else None
+    return "" if own and (own.kind or own.error) else named
 
 
 def resolve_models(config: Config) -> list[ResolvedModel]:
     """All models of the settings, with equal parts of the memory. Raises ConfigError and
     UnsupportedModel."""
-    share = 1 / (1 + len(config.others))
-    first = resolve_model(config, share)
-    models = {first.name: first}
-    for other in config.others:
-        model = resolve_model(
-            replace(config, model=other, name="", draft=_of_others(config)), share
-        )
+    models: dict[str, ResolvedModel] = {}
+    for each in _each(config):
+        model = resolve_model(each, 1 / (1 + len(config.others)))
         if model.name in models:
             raise ConfigError(
                 f"others: two models are named {model.name!r}; give one as NAME={model.path}"

@@ -5,7 +5,6 @@ Rule: what a user can fix ends in one line on stderr and exit status 2; a traceb
 """
 
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,20 +13,25 @@ import typer
 
 from mlxspec import __version__
 from mlxspec.client import printable, request
-from mlxspec.commands import launch as agents
+from mlxspec.commands.chat import chat
+from mlxspec.commands.doctor import doctor
+from mlxspec.commands.launch import launch
+from mlxspec.commands.models import models, pull
 from mlxspec.commands.options import (
     HeadKind,
-    Json,
     Key,
     Model,
     Served,
     Url,
     Workload,
+    log_to_stderr,
     server_of,
     with_settings,
 )
-from mlxspec.commands.service import menubar, service
+from mlxspec.commands.service import menubar, service, status
 from mlxspec.config import load
+from mlxspec.service import crashes
+from mlxspec.service.launchd import activated_socket, log_file
 from mlxspec.types import UserError
 
 LOAD_S = 3600  # most seconds to load or unload a model
@@ -48,16 +52,6 @@ def main() -> None:
         sys.exit(2)
 
 
-def log_to_stderr(level: str) -> None:
-    """Our own log at `level`; warnings and errors of other libraries."""
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    logging.getLogger("mlxspec").setLevel(level.upper())
-
-
 @app.callback(invoke_without_command=True)
 def about(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -76,9 +70,6 @@ def serve(**flags: str | list[str] | None) -> None:
     Without MODEL: the one in your settings, else the built-in model, SmolLM2-135M-Instruct (93 MB
     to download). It only shows that everything works; it is too small for real use.
     """
-    from mlxspec.service import crashes
-    from mlxspec.service.launchd import activated_socket, log_file
-
     if listener := activated_socket():
         log_to_stderr("info")
         sys.exit(crashes.serve(flags, listener, log_file()))
@@ -89,40 +80,10 @@ def serve(**flags: str | list[str] | None) -> None:
     sys.exit(serve_model(config))
 
 
-@app.command()
-def chat(
-    url: Url = None,
-    api_key: Key = None,
-    system: Annotated[str, typer.Option(help="A system message for the conversation.")] = "",
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy; default: the model's own.")
-    ] = None,
-) -> None:
-    """Chat with the running server: /reset starts again, /exit ends, Ctrl-C stops an answer."""
-    from mlxspec.commands.chat import run
-
-    run(*server_of(url, api_key), system, temperature)
+app.command()(chat)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def launch(
-    agent: Annotated[
-        str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(agents.AGENTS)}.")
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the agent.")
-    ] = None,
-    show: Annotated[
-        bool, typer.Option("--print", help="Print the command instead of running it.")
-    ] = False,
-    model: Annotated[
-        str, typer.Option(metavar="MODEL", help="A served model; default is the first.")
-    ] = "default",
-    url: Url = None,
-    api_key: Key = None,
-) -> None:
-    """Start a coding agent on the running server. It changes none of the agent's files."""
-    agents.launch(agent, args or [], *server_of(url, api_key), show, model)
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 
 @app.command()
@@ -183,42 +144,10 @@ def train(
     sys.exit(train(config, options, Server(*server_of(url, api_key))))
 
 
-@app.command()
-def doctor(model: Model = None, json: Json = False) -> None:
-    """Check the machine, the installation, the model and the service, and say what to fix.
-
-    Exits with 1 if something is broken.
-    """
-    from mlxspec.commands.doctor import doctor
-
-    log_to_stderr("error")
-    sys.exit(doctor(model, json))
-
-
-@app.command()
-def status(url: Url = None, api_key: Key = None, json: Json = False) -> None:
-    """Show whether the server runs, what it does and how fast. Exits with 1 if it is down."""
-    from mlxspec.service.status import DOWN, get_status, print_status
-
-    now = get_status(*server_of(url, api_key))
-    print_status(now, json)
-    sys.exit(now.state in DOWN)
-
-
-@app.command()
-def models(json: Json = False) -> None:
-    """List the models on this disk, and those that can be downloaded by name."""
-    from mlxspec.commands.models import local_models, show
-
-    show(local_models(load({})), json)
-
-
-@app.command()
-def pull(model: Model = None) -> None:
-    """Download and convert a model without serving it."""
-    from mlxspec.commands.models import pull
-
-    pull(load({"model": model}))
+app.command()(doctor)
+app.command()(status)
+app.command()(models)
+app.command()(pull)
 
 
 @app.command("load")

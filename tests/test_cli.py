@@ -141,13 +141,16 @@ def test_chat_finds_its_server(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], env: dict[str, str], url: str, key: str
 ) -> None:
     given: list[tuple[object, ...]] = []
-    monkeypatch.setattr("mlxspec.commands.chat.run", lambda *args: given.append(args))
+
+    def ask(*args: object) -> None:
+        given.append(args)
+        raise UserError("this is far enough")
+
+    monkeypatch.setattr("mlxspec.commands.chat.request", ask)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert (
-        command(monkeypatch, "chat", "--system", "Be brief.", "--temperature", "0.5", *words) == 0
-    )
-    assert given == [(url, key, "Be brief.", 0.5)]
+    assert command(monkeypatch, "chat", *words) == 2
+    assert given == [(url, key, "GET", "/v1/models")]
 
 
 def test_a_service_needs_macos(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ LIBRARIES = {
     "starlette": {"server"},
     "uvicorn": {"server"},
     "prometheus_client": {"metrics", "server"},
-    "typer": {"cli", "commands.options", "commands.service"},
+    "typer": {"cli", "commands"},
 }
 # Pure Python, so that they can be read and tested without a model.
 NO_MLX = ("engine.scheduler", "engine.budget", "engine.memory", "cache")

@@ -11,29 +11,41 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Annotated
+
+import typer
 
 from mlxspec.client import MAX_LINE, ClientError, printable, request
+from mlxspec.commands.options import Key, Url, server_of
 from mlxspec.types import Json
 
 HELP = "/exit or Ctrl-D ends the chat, /reset starts a new conversation"
 
 
-def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
-    """Chat until stdin ends or /exit. In a terminal, only a missing server raises ClientError."""
-    with request(url, api_key, "GET", "/v1/models") as response:
+def chat(
+    url: Url = None,
+    api_key: Key = None,
+    system: Annotated[str, typer.Option(help="A system message for the conversation.")] = "",
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; default: the model's own.")
+    ] = None,
+) -> None:
+    """Chat with the running server: /reset starts again, /exit ends, Ctrl-C stops an answer."""
+    server = server_of(url, api_key)
+    with request(*server, "GET", "/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
     opening = [{"role": "system", "content": system}] if system else []
     body: Json = {
         "model": model,
+        "messages": opening,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body["messages"] = opening
     if temperature is not None:
         body["temperature"] = temperature
     interactive = sys.stdin.isatty()
     if interactive:
-        _note(f"{model} at {url}. {HELP}. Ctrl-C stops an answer.")
+        _note(f"{model} at {server[0]}. {HELP}. Ctrl-C stops an answer.")
     for line in _prompt() if interactive else sys.stdin:
         text = line.strip()
         if text == "/exit":
@@ -42,9 +54,9 @@ def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
             body["messages"] = opening
         elif text:
             try:
-                answer(url, api_key, body, text)
+                answer(*server, body, text)
             except ClientError as error:
-                if not interactive:
+                if not interactive:  # at a terminal only a missing server ends the chat
                     raise
                 _note(f"error: {error}")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from mlxspec import __version__, blas
 from mlxspec.client import printable
 from mlxspec.commands.models import damage
+from mlxspec.commands.options import AsJson, Model, log_to_stderr
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.service.launchd import installed_url
@@ -33,20 +34,24 @@ class Check:
     broken: bool = False
 
 
-def doctor(model: str | None, as_json: bool) -> int:
-    """Print the report. Exit status: 0, or 1 if something is broken."""
+def doctor(model: Model = None, as_json: AsJson = False) -> None:
+    """Check the machine, the installation, the model and the service, and say what to fix.
+
+    Exits with 1 if something is broken.
+    """
+    log_to_stderr("error")
     checks = list(examine(model))
     broken = any(check.broken for check in checks)
     if as_json:
         report = [asdict(check) for check in checks]
         print(json.dumps({"broken": broken, "checks": report}, indent=2))
-        return int(broken)
+        sys.exit(broken)
     for check in checks:
         mark = "broken" if check.broken else "ok"
         # The report may be sent to others.
         text = printable(check.text).replace(str(Path.home()), "~")
         print(f"{mark:6} {check.name:9} {text}")
-    return int(broken)
+    sys.exit(broken)
 
 
 def examine(model: str | None) -> Iterator[Check]:

@@ -10,13 +10,15 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
+import typer
+
 from mlxspec.client import ClientError, request
+from mlxspec.commands.options import Key, Url, server_of
 
 COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
 MAX_OUTPUT = 32_000  # tokens
@@ -52,33 +54,43 @@ def settings_of(
 
 
 def launch(
-    name: str, args: Sequence[str], url: str, api_key: str, show: bool, model: str = "default"
+    agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the agent.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print the command instead of running it.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="A served model; default is the first.")
+    ] = "default",
+    url: Url = None,
+    api_key: Key = None,
 ) -> None:
-    """Replace this process by the agent on a served model; with `show`, print the shell command
-    instead.
-
-    Raises ClientError.
-    """
-    if name not in AGENTS:
-        raise ClientError(f"AGENT = {name!r} is not known; give one of {', '.join(AGENTS)}")
-    if not show and not shutil.which(name):
-        install = AGENTS[name]["install"]
-        raise ClientError(f"{name} is not installed; install it with: {install}")
-    with request(url, api_key, "GET", f"/v1/models/{quote(model)}") as response:
+    """Start a coding agent on the running server. It changes none of the agent's files."""
+    known = AGENTS.get(agent)
+    if not known:
+        raise ClientError(f"AGENT = {agent!r} is not known; give one of {', '.join(AGENTS)}")
+    if not show and not shutil.which(agent):
+        raise ClientError(f"{agent} is not installed; install it with: {known['install']}")
+    server, key = server_of(url, api_key)
+    with request(server, key, "GET", f"/v1/models/{quote(model)}") as response:
         found = json.load(response)
         context = int(found["context_window"])
-        variables, flags = settings_of(name, url, api_key or "none", found["id"], context)
-    prompt = AGENTS[name].get("prompt", 0)
+        variables, flags = settings_of(agent, server, key or "none", found["id"], context)
+    prompt = known.get("prompt", 0)
     if prompt * 2 > context:
         print(
-            f"warning: {name}'s own prompt takes about {prompt:,} of the context's {context:,}"
+            f"warning: {agent}'s own prompt takes about {prompt:,} of the context's {context:,}"
             " tokens; serve a model with a longer context, or raise --context",
             file=sys.stderr,
         )
-    own = args[1:] if args[:1] == ["--"] else args
-    command = [name, *flags, *own]
+    own = args or []
+    if own[:1] == ["--"]:
+        del own[0]
+    command = [agent, *flags, *own]
     if show:
-        print(*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), end=" ")
+        print(*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), end=" ")
         print(shlex.join(command))
     else:
-        os.execvpe(name, command, {**os.environ, **variables})
+        os.execvpe(agent, command, {**os.environ, **variables})

@@ -4,13 +4,13 @@ Rule: listing downloads nothing and reads no weights beyond their headers.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlxspec import blas
+from mlxspec.commands.options import AsJson, Model
 from mlxspec.commands.table import print_table
-from mlxspec.config import Config
+from mlxspec.config import Config, load
 from mlxspec.files import format_size, weight_bytes, weight_files
 from mlxspec.types import Json, OutOfMemory, UnsupportedModel
 
@@ -103,19 +103,20 @@ def damage(path: Path) -> list[str]:
     return found
 
 
-def pull(config: Config) -> None:
-    """Download and convert the model and its draft model, as `serve` would. Raises UserError."""
+def pull(model: Model = None) -> None:
+    """Download and convert a model without serving it."""
     blas.load()
     from mlxspec.resolve import resolve_model
 
-    model = resolve_model(config)
-    for one in (model, model.draft):
+    found = resolve_model(load({"model": model}))
+    for one in (found, found.draft):
         if one:
             print(f"{one.name} is in {one.path}, {format_size(weight_bytes(one.path))}")
 
 
-def show(found: Sequence[LocalModel], as_json: bool) -> None:
-    """Print a line per model, or all as JSON."""
+def models(as_json: AsJson = False) -> None:
+    """List the models on this disk, and those that can be downloaded by name."""
+    found = local_models(load({}))
     if as_json:
         print(json.dumps([asdict(one) for one in found], indent=2, default=str))
         return

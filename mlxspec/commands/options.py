@@ -1,12 +1,14 @@
 """Options that several commands share, and the server that a command is for."""
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
 
 from mlxspec.config import ARGUMENTS, TABLE, flag, limits, load, url_of
+from mlxspec.service.launchd import installed_url
 
 Model = Annotated[
     str | None,
@@ -27,7 +29,7 @@ Key = Annotated[
     str | None,
     typer.Option(help="The server's API key; default: the one in your settings, for their server."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Served = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A served model, by the name that mlxspec status shows."),
@@ -41,14 +43,22 @@ HeadKind = Literal["eagle3", "dspark"]
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     """URL and API key of the server that a command is for: the one given, else the installed
     service's, else the settings'. The settings' key is sent to no other server."""
-    from mlxspec.service.launchd import installed_url
-
     config = load({})
     own = installed_url() or url_of(config.host, config.port)
     url = (url or own).rstrip("/").removesuffix("/v1")
     if not key and url == own:
         key = config.api_key
     return url, key or ""
+
+
+def log_to_stderr(level: str) -> None:
+    """Our own log at `level`; warnings and errors of other libraries."""
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("mlxspec").setLevel(level.upper())
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

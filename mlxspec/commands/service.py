@@ -1,25 +1,40 @@
-"""`mlxspec service` and `mlxspec menubar`: the server in the background on macOS."""
+"""`mlxspec status`, `mlxspec service` and `mlxspec menubar`: the running server, and the server in
+the background on macOS."""
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from mlxspec.commands.options import Key, Url, server_of, with_settings
+from mlxspec.commands.options import AsJson, Key, Url, server_of, with_settings
 from mlxspec.config import ConfigError, load
+from mlxspec.service import launchd
+from mlxspec.service import menubar as bar
+from mlxspec.service.status import DOWN, Status, get_status, print_status
 
 service = typer.Typer(no_args_is_help=True, help="Run the server in the background on macOS.")
 menubar = typer.Typer(invoke_without_command=True)
+
+
+def status(url: Url = None, api_key: Key = None, as_json: AsJson = False) -> None:
+    """Show whether the server runs, what it does and how fast. Exits with 1 if it is down."""
+    now = get_status(*server_of(url, api_key))
+    up = now.state not in DOWN
+    if as_json:
+        print(json.dumps({"up": up} | asdict(now), indent=2))
+    else:
+        print_status(now)
+    sys.exit(not up)
 
 
 @service.command("install")
 @with_settings
 def service_install(**flags: str | list[str] | None) -> None:
     """Install the service with the settings that serve would use, or change them."""
-    from mlxspec.service.launchd import definition, install
-
-    print(install(definition(flags, os.environ)))
+    print(launchd.install(launchd.definition(flags, os.environ)))
 
 
 ACTIONS = {
@@ -33,8 +48,6 @@ ACTIONS = {
 def _add_action(name: str) -> None:
     @service.command(name, help=ACTIONS[name])
     def act() -> None:
-        from mlxspec.service import launchd
-
         print(f"service {name} ...", file=sys.stderr)
         print(getattr(launchd, name)())
 
@@ -46,10 +59,7 @@ for each in ACTIONS:
 @service.command("status")
 def service_status() -> None:
     """Show the service. Exits with 3 if it is down, with 4 if it is not installed."""
-    from mlxspec.service.launchd import installed_url
-    from mlxspec.service.status import DOWN, get_status, print_status
-
-    url = installed_url()
+    url = launchd.installed_url()
     if not url:
         print("not installed; run: mlxspec service install")
         sys.exit(4)
@@ -64,9 +74,7 @@ def service_logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for new lines.")] = False,
 ) -> None:
     """Show the last 100 lines of the service's log."""
-    from mlxspec.service.launchd import log_file
-
-    command = ["tail", "-n", "100", str(log_file())]
+    command = ["tail", "-n", "100", str(launchd.log_file())]
     if follow:
         command.insert(1, "-F")  # by name, since the log is rotated
     os.execvp("tail", command)
@@ -77,29 +85,23 @@ def menubar_show(context: typer.Context, url: Url = None, api_key: Key = None) -
     """Show the server in the menu bar of a Mac."""
     if context.invoked_subcommand:
         return
-    from mlxspec.service.menubar import Menu, menu_of, show
-    from mlxspec.service.status import Status, get_status
 
-    def poll() -> Menu:
+    def poll() -> bar.Menu:
         try:
-            return menu_of(get_status(*server_of(url, api_key)))
+            return bar.menu_of(get_status(*server_of(url, api_key)))
         except ConfigError as error:
-            return menu_of(Status(url or "", "unwell", why=str(error)))
+            return bar.menu_of(Status(url or "", "unwell", why=str(error)))
 
-    show(poll)
+    bar.show(poll)
 
 
 @menubar.command("install")
 def menubar_install() -> None:
     """Show the menu bar now and after each login."""
-    from mlxspec.service import menubar
-
-    print(menubar.install())
+    print(bar.install())
 
 
 @menubar.command("uninstall")
 def menubar_uninstall() -> None:
     """Remove the menu bar."""
-    from mlxspec.service import menubar
-
-    print(menubar.uninstall())
+    print(bar.uninstall())

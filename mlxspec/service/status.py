@@ -5,7 +5,7 @@ Rule: asking starts nothing, so a service that waits for its first request is no
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlxspec.client import ClientError, NotRunning, printable, request
@@ -129,9 +129,6 @@ def facts(now: Status) -> dict[str, str]:
     return {name: printable(text) for name, text in lines.items() if text}
 
 
-def print_status(now: Status, as_json: bool = False) -> None:
-    if as_json:
-        print(json.dumps({"up": now.state not in DOWN} | asdict(now), indent=2))
-        return
+def print_status(now: Status) -> None:
     for name, text in facts(now).items():
         print(f"{name:9} {text}")

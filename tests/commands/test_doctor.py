@@ -25,7 +25,7 @@ def bare(bare_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("MLXSPEC_PORT", "0")
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
+    monkeypatch.setattr("mlxspec.commands.doctor.log_to_stderr", lambda level: None)
 
 
 @pytest.fixture

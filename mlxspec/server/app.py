@@ -29,7 +29,7 @@ from mlxspec.server.ollama import endpoints as ollama
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses
-from mlxspec.server.security import protect, wants_html
+from mlxspec.server.security import protect
 from mlxspec.server.state import Model, ServerState, report, run_on_text_thread, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.training.recorder import Recorder
@@ -67,7 +67,7 @@ def create_app(
 
 async def index(http: HttpRequest) -> Response:
     """The page for a browser, else the text by which Ollama's clients know that it is there."""
-    if wants_html(http.headers):
+    if "text/html" in http.headers.get("accept", ""):
         return await page.file(http)
     return PlainTextResponse("Ollama is running", headers={"vary": "accept"})
 

@@ -1,4 +1,4 @@
-"""Access control around the whole application: API key, Host and Origin, body size. Plain ASGI.
+"""Access control around the whole application: API key, Host and Origin. Plain ASGI.
 
 Rule: a refused request does not reach the application. Web pages of other sites cannot use the
 server: their Origin is foreign, and a DNS name rebound to this address is not an allowed Host.
@@ -9,7 +9,7 @@ import hmac
 import re
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxspec.config import Config
 from mlxspec.server.errors import ApiError, error_response
@@ -26,7 +26,6 @@ PAGE_ONLY = ("/page/events", "/page/now")  # for scripts of the page and clients
 
 def protect(app: ASGIApp, config: Config) -> ASGIApp:
     """`app`, called after the checks."""
-    limit = config.max_body_mb << 20
 
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -36,17 +35,12 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
             _check_fetch(path, headers)
             if config.api_key and path not in NO_KEY:
                 _check_key(headers, config.api_key)
-            _check_length(headers, limit)
+            _check_length(headers)
         except ApiError as error:
             return await error_response(scope, error)(scope, receive, send)
-        await app(scope, _limited(receive, limit), send)
+        await app(scope, receive, send)
 
     return protected
-
-
-def wants_html(headers: Headers) -> bool:
-    """Whether / should return the page."""
-    return "text/html" in headers.get("accept", "")
 
 
 def _check_host(headers: Headers, config: Config) -> None:
@@ -94,31 +88,8 @@ def _check_key(headers: Headers, key: str) -> None:
     raise ApiError(401, why, headers={"WWW-Authenticate": "Bearer"})
 
 
-def _check_length(headers: Headers, limit: int) -> None:
-    """Refuse a body by its announced length."""
+def _check_length(headers: Headers) -> None:
+    """Refuse a body with two ends: a proxy in front could go by the other one (smuggling)."""
     if "content-length" in headers and "transfer-encoding" in headers:
-        # A proxy in front could go by the other one: request smuggling.
         why = "the body has a Content-Length and a Transfer-Encoding; send one of them"
         raise ApiError(400, why, headers={"Connection": "close"})
-    if int(headers.get("content-length", 0)) > limit:
-        raise _too_large(limit)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"larger than {limit >> 20} MB: send a smaller body, or raise max_body_mb")
-
-
-def _limited(receive: Receive, limit: int) -> Receive:
-    """`receive` that raises ApiError for a body that turns out too large."""
-    size = 0
-
-    async def limited() -> Message:
-        nonlocal size
-        message = await receive()
-        body = message.get("body", b"")
-        size += len(body)
-        if size > limit:
-            raise _too_large(limit)
-        return message
-
-    return limited

@@ -209,14 +209,22 @@ async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: A
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """The request's body. Raises ClientDisconnect, and ApiError 408 when it takes longer than
-    BODY_S."""
+    """The request's body. Raises ClientDisconnect, ApiError 413 where it is larger than
+    `max_body_mb` or announced so, and 408 when it takes longer than BODY_S."""
+    most, body = http.app.state.server.config.max_body_mb, bytearray()
+    why = f"larger than {most} MB: send a smaller body, or raise max_body_mb"
+    if int(http.headers.get("content-length", 0)) > most << 20:
+        raise ApiError(413, why)
     try:
         async with asyncio.timeout(BODY_S):
-            return await http.body()
+            async for part in http.stream():
+                body += part
+                if len(body) > most << 20:
+                    raise ApiError(413, why)
     except TimeoutError as error:
         why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
         raise ApiError(408, why) from error
+    return bytes(body)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -20,6 +20,7 @@ T = TypeVar("T", str, int, float, tuple[str, ...])
 
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
+ON_OFF = ("on", "off")
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
 
 
@@ -101,7 +102,7 @@ class Config:
         "off",
         "Wire the first model's weights and caches, so that macOS never pages them out; macOS may"
         " panic under it.",
-        choices=("on", "off"),
+        choices=ON_OFF,
     )
     kv_bits: int = option(
         0,
@@ -123,15 +124,15 @@ class Config:
     strict_model_names: str = option(
         "off",
         "Refuse the model names claude-* and gpt-*; off: the first model answers for them.",
-        choices=("on", "off"),
+        choices=ON_OFF,
     )
     strict_content: str = option(
         "off",
         "Refuse images and files; off: text files are read, other content becomes a line that says"
         " that it was left out.",
-        choices=("on", "off"),
+        choices=ON_OFF,
     )
-    speculate: str = option("on", "Speculative decoding, where it pays.", choices=("on", "off"))
+    speculate: str = option("on", "Speculative decoding, where it pays.", choices=ON_OFF)
     kernels: str = option(
         "auto",
         "Own Metal kernels; auto: each one that is correct and faster on this machine.",
@@ -170,7 +171,7 @@ class Config:
         "off",
         "Keep the token ids of finished answers in the cache directory, for `mlxspec train` to"
         " learn from.",
-        choices=("on", "off"),
+        choices=ON_OFF,
     )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 

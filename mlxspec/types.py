@@ -345,17 +345,17 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.draft.tokens)
+        return self.count + len(self.draft)
 
     @property
     def end(self) -> int:
         """Positions this entry makes computed, its draft included."""
-        return self.start + self.count + len(self.draft.tokens)
+        return self.start + self.rows
 
     @property
     def sampled(self) -> int:
         """Rows that are sampled."""
-        return 1 + len(self.draft.tokens) if self.samples else 0
+        return 1 + len(self.draft) if self.samples else 0
 
 
 Plan = Sequence[Entry]  # the entries of a step

@@ -101,8 +101,8 @@ async def prometheus(http: HttpRequest) -> Response:
 async def models(http: HttpRequest) -> Response:
     """OpenAI's list and Anthropic's in one."""
     data = list(map(_model, http.app.state.server.worker.models.values()))
-    found = {"object": "list", "data": data, "has_more": False}
-    return JSONResponse({**found, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
 
 async def model(http: HttpRequest) -> Response:
@@ -193,19 +193,14 @@ async def tokenize(http: HttpRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
     ids = await run_on_text_thread(http, _tokens, model, body)
-    counts = {
-        "count": len(ids),
-        "max_model_len": model.info.context,
-        "tokens": ids,
-    }
+    counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
     return JSONResponse(counts, headers=report(ignored))
 
 
 def _tokens(model: Model, body: Tokenize) -> list[int]:
     if body.messages is None:
         return encode_prompt(model, body.prompt or "", body.add_special_tokens)
-    kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-    options = template_options(kwargs, reasoning_effort=effort)
+    options = template_options(body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
     talk = conversation_of(body.messages, body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids

@@ -225,7 +225,6 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /metrics": prometheus,
     "GET /api/hello": hello,
     "GET /page/now": page.now,
-    "GET /page/events": page.events,
     "GET /page/{name}": page.file,
     "POST /v1/chat/completions": openai.chat,
     "POST /v1/completions": openai.completions,

@@ -21,7 +21,6 @@ ANY = ("0.0.0.0", "::")
 ADDRESS = re.compile(r"(?:https?://)?(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::\d*)?")
 IP = re.compile(r"[0-9.]+|.*:.*")  # of what ADDRESS takes for a name
 NO_KEY = {"/", "/health", *(f"/page/{name}" for name in FILES)}  # these hold no data
-PAGE_ONLY = ("/page/events", "/page/now")  # for scripts of the page and clients without a browser
 
 
 def protect(app: ASGIApp, config: Config) -> ASGIApp:
@@ -29,11 +28,9 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
 
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        path = scope["path"]
         try:
             _check_host(headers, config)
-            _check_fetch(path, headers)
-            if config.api_key and path not in NO_KEY:
+            if config.api_key and scope["path"] not in NO_KEY:
                 _check_key(headers, config.api_key)
             _check_length(headers)
         except ApiError as error:
@@ -64,16 +61,6 @@ def _name(address: str) -> str:
     if not found:
         return ""
     return found[1].strip("[]").removesuffix(".")
-
-
-def _check_fetch(path: str, headers: Headers) -> None:
-    """Refuse navigations, which carry no Origin: frames in a foreign page could use up all places
-    of the event stream."""
-    foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
-    framed = headers.get("sec-fetch-dest", "empty") != "empty"
-    if path in PAGE_ONLY and (foreign or framed):
-        why = f"{path} is for the scripts of the page; open / instead"
-        raise ApiError(403, why, code="host_not_allowed")
 
 
 def _check_key(headers: Headers, key: str) -> None:

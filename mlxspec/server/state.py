@@ -91,7 +91,6 @@ class ServerState:
     metrics: Metrics
     paths: Mapping[str, Path]
     journal: Journal = field(default_factory=Journal)
-    listeners: int = 0  # of the page's event stream
     note: str = ""
     recorder: Recorder | None = None  # where answers are to be kept for training
     models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded

@@ -1,4 +1,4 @@
-"""The page: what is served to a browser, who gets it, and what its stream of snapshots says."""
+"""The page: what is served to a browser, who gets it, and what its snapshots say."""
 
 import asyncio
 import json
@@ -31,28 +31,8 @@ def make(tokenizer: Any, model_dir: Path) -> Make:
     return lambda config=None, **kw: server(tokenizer, model_dir, config, **kw)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "TICK_S", 0.005)
-
-
-def watch(s: Server, **kw: Any) -> Connection:
-    return Connection(s.app, "/page/events", method="GET", **kw)
-
-
 async def snapshot(s: Server) -> Any:
-    """The first of a stream, which is left then."""
-    connection = watch(s)
-    await connection.until(b"\n\n")
-    connection.leave()
-    return (await left(connection))[0]
-
-
-async def left(connection: Connection) -> list[Any]:
-    """The snapshots of a stream whose client has left."""
-    async with asyncio.timeout(10):
-        await connection.task
-    return [json.loads(block[6:]) for block in connection.body.decode().split("\n\n")[:-1]]
+    return (await s.get("/page/now")).json
 
 
 # ---- files
@@ -133,40 +113,18 @@ async def test_the_page_needs_no_key_its_data_do(make: Make) -> None:
     for name in page.FILES:
         assert (await s.get(f"/page/{name}")).status == 200
     assert (await s.get("/")).body == b"Ollama is running"
-    for path in ("/page/events", "/page/other", "/page/", "/page/events/", "/v1/models"):
+    for path in ("/page/now", "/page/other", "/page/", "/page/now/", "/v1/models"):
         assert (await s.get(path)).status == 401, path
     assert (await s.get("/v1/models", headers=BROWSER)).status == 401
-    assert (await s.get("/page/events", headers=BROWSER)).status == 401
-    assert (await s.get("/page/events?key=sesame")).status in (401, 404)
-    connection = watch(s, headers={"authorization": "Bearer sesame"})
-    await connection.until(b"\n\n")
-    connection.leave()
-    assert len(await left(connection)) >= 1
+    assert (await s.get("/page/now", headers=BROWSER)).status == 401
+    assert (await s.get("/page/now?key=sesame")).status in (401, 404)
+    assert (await s.get("/page/now", headers={"authorization": "Bearer sesame"})).status == 200
 
 
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}])
 async def test_another_site_gets_neither(make: Make, headers: dict[str, str]) -> None:
-    for path in ("/", "/page/page.js", "/page/events"):
+    for path in ("/", "/page/page.js", "/page/now"):
         assert (await make().get(path, headers=BROWSER | headers)).status == 403
-
-
-@pytest.mark.parametrize(
-    "fetch",
-    [
-        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
-        {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "empty"},
-        {"sec-fetch-site": "none", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"},
-        {"sec-fetch-site": "same-origin", "sec-fetch-dest": "image"},
-    ],
-)
-async def test_frames_of_another_page_take_no_place(make: Make, fetch: dict[str, str]) -> None:
-    """A navigation carries no Origin."""
-    s = make()
-    for path in ("/page/events", "/page/now"):
-        answer = await s.get(path, headers=fetch)
-        assert answer.status == 403 and "open / instead" in answer.error["message"]
-    assert s.app.state.server.listeners == 0
-    assert (await s.get("/", headers=BROWSER | fetch)).status == 200
 
 
 async def test_what_the_page_itself_fetches_may_not_be_framed(make: Make) -> None:
@@ -178,8 +136,8 @@ async def test_what_the_page_itself_fetches_may_not_be_framed(make: Make) -> Non
     assert "frame-ancestors 'none'" in now.headers["content-security-policy"]
 
 
-# ---- the stream
-# ---------------------------------------------------------------------------------------
+# ---- snapshots
+# ----------------------------------------------------------------------------------------
 
 
 async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,23 +175,12 @@ async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     ] > 0
 
 
-async def test_snapshots_keep_coming_and_end_when_the_client_leaves(make: Make) -> None:
+async def test_a_snapshot_is_of_this_moment(make: Make) -> None:
     s = make()
-    connection = watch(s)
-    await connection.until(b'"running"')
+    first = await snapshot(s)
     s.engine.loads = "two"
-    await connection.until(b'"loading":"two"')
-    assert s.app.state.server.listeners == 1
-    connection.leave()
-    found = await left(connection)
-    assert (
-        found[0]["loading"] == ""
-        and found[-1]["loading"] == "two"
-        and s.app.state.server.listeners == 0
-    )
-    times = [one["time"] for one in found]
-    assert times == sorted(times)
-    assert dict(connection.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
+    second = await snapshot(s)
+    assert (first["loading"], second["loading"]) == ("", "two") and second["time"] >= first["time"]
 
 
 async def test_what_is_wrong_is_told(make: Make) -> None:
@@ -252,41 +199,13 @@ async def test_what_is_wrong_is_told(make: Make) -> None:
     assert (await s.get("/health")).json["note"] == now["note"]
 
 
-async def test_listeners_are_bounded(make: Make) -> None:
-    s = make()
-    some = [watch(s) for _ in range(page.LISTENERS)]
-    for connection in some:
-        await connection.until(b"\n\n")
-    answer = await s.get("/page/events")
-    assert answer.status == 429 and "8 pages are open" in answer.error["message"]
-    assert answer.headers["retry-after"] == "5"
-    some[0].leave()
-    await left(some[0])
-    again = watch(s)
-    await again.until(b"\n\n")
-    for connection in (*some[1:], again):
-        connection.leave()
-        await left(connection)
-    assert s.app.state.server.listeners == 0
-
-
 @pytest.mark.parametrize("change", [{"ending": True}, {"lives": False}])
-async def test_the_stream_ends_with_the_server(make: Make, change: dict[str, bool]) -> None:
-    """The last snapshot says why."""
+async def test_the_last_snapshots_say_why(make: Make, change: dict[str, bool]) -> None:
     s = make()
-    connection = watch(s)
-    await connection.until(b"\n\n")
+    assert not (await snapshot(s))["unwell"]
     for name, value in change.items():
         setattr(s.engine, name, value)
-    found = await left(connection)
-    assert found[-1]["unwell"] and not found[0]["unwell"]
-    assert not connection.sent[-1]["more_body"] and len(found) >= 2
-
-
-async def test_head_is_answered_at_once(make: Make) -> None:
-    s = make()
-    answer = await Connection(s.app, "/page/events", method="HEAD").answer()
-    assert answer.status == 200 and s.app.state.server.listeners == 0
+    assert (await snapshot(s))["unwell"]
 
 
 async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
@@ -368,14 +287,8 @@ async def test_verdicts_of_kernels(make: Make, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_over_a_socket(make: Make) -> None:
-    """uvicorn's side of it: the stream comes line by line, and ends with the server."""
     s = make()
     with live(s.app) as base, httpx.Client(base_url=base, timeout=10) as client:
         assert client.get("/", headers=BROWSER).headers["content-security-policy"] == page.POLICY
-        with client.stream("GET", "/page/events") as r:
-            found = []
-            for line in filter(None, r.iter_lines()):
-                found.append(json.loads(line[6:]))
-                s.engine.ending = len(found) >= 2  # until then the stream is open
-        assert [bool(one["unwell"]) for one in found] == [False] * (len(found) - 1) + [True]
-    assert s.app.state.server.listeners == 0
+        found = client.get("/page/now")
+        assert found.headers["content-type"] == "application/json" and not found.json()["unwell"]

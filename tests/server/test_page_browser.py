@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
-from mlxspec.server import page as served_page
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
@@ -302,10 +300,7 @@ def test_the_key_is_asked_for_once_per_tab(chromium: Any, tmp_path: Path) -> Non
         assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
 
 
-def test_a_lost_connection_is_shown(
-    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_page, "TICK_S", 0.05)
+def test_a_lost_connection_is_shown(chromium: Any, tmp_path: Path) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(ExitStack())
         base = server.enter_context(serving(tmp_path, Config()))
@@ -352,70 +347,28 @@ def test_gauges_agree_with_metrics(chromium: Any, base: str) -> None:
         assert sum(held) == 255
 
 
-class Foreign(BaseHTTPRequestHandler):
-    """A page of somebody else's, with as many frames as the stream has places."""
-
-    port = ""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        for n in range(served_page.LISTENERS):
-            host = ("127.0.0.1", "localhost")[n % 2]
-            self.wfile.write(
-                f"<iframe src='http://{host}:{self.port}/page/events?{n}'></iframe>".encode()
-            )
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-def test_frames_of_another_site_use_no_listeners(chromium: Any, base: str) -> None:
-    Foreign.port = base.rpartition(":")[2]
-    with ExitStack() as stack:
-        foreign = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Foreign))
-        threading.Thread(target=foreign.serve_forever, daemon=True).start()
-        stack.callback(foreign.shutdown)
-        context = chromium.new_context()
-        stack.callback(context.close)
-        page, other = context.new_page(), context.new_page()
-        page.goto(f"http://localhost:{foreign.server_port}/", wait_until="commit")
-        page.wait_for_timeout(1500)
-        assert len(page.frames) == 1 + served_page.LISTENERS
-        other.goto(base)
-        until_live(other)
-
-
 # ---- snapshots of our making
 # ------------------------------------------------------------------------------
 
 
 FEED = """
 const real = window.fetch;
-const wait = () => new Promise((resolve) => setTimeout(resolve, 500));
 window.fetch = async (url, options) => {
-  if (url !== "/page/events") return real(url, options);
-  const feed = feeds.shift() ?? [];
-  return new Response(new ReadableStream({ async start(to) {
-    for (const one of feed) to.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(one)}\\n\\n`));
-    await wait();
-    if (feeds.length) to.close();
-  } }));
+  if (url !== "/page/now") return real(url, options);
+  return feed.length ? Response.json(feed.shift()) : new Promise(() => {});
 };
 """
 
 
 @contextmanager
-def fed(chromium: Any, base: str, feeds: list[list[dict[str, Any]]], **kw: Any) -> Iterator[Any]:
-    """A page that gets these snapshots, a list for each time that it connects, then none. Each says
-    what differs from a real one."""
+def fed(chromium: Any, base: str, feed: list[dict[str, Any]], **kw: Any) -> Iterator[Any]:
+    """A page that gets these snapshots, then none. Each says what differs from a real one."""
     with urllib.request.urlopen(f"{base}/page/now") as answer:
         real = json.load(answer)
 
-    made = json.dumps([[real | change for change in feed] for feed in feeds])
+    made = json.dumps([real | change for change in feed])
     with opened(chromium, base, **kw) as page:
-        page.add_init_script(f"const feeds = {made};" + FEED)
+        page.add_init_script(f"const feed = {made};" + FEED)
         page.reload()
         yield page
 
@@ -449,7 +402,7 @@ def test_no_cell_is_cut_on_a_narrow_screen(chromium: Any, base: str) -> None:
         "gains": [[n, 1.234] for n in (2, 4, 8, 16, 32)],
         "why": "no Metal here, and a long reason why",
     }
-    with fed(chromium, base, [[{"requests": rows, "kernels": [kernel]}]], width=375) as page:
+    with fed(chromium, base, [{"requests": rows, "kernels": [kernel]}], width=375) as page:
         until(page, "document.querySelectorAll('#requests tbody tr').length === 4")
         boxes = "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
         assert page.evaluate(boxes) == [0, 0, 0]

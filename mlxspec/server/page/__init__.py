@@ -1,25 +1,22 @@
-"""The status page for a browser: its files, and the event stream of snapshots that feeds it.
+"""The status page for a browser: its files, and the snapshot that it asks for once a second.
 
 Rule: the files hold no data and load without a key; the snapshots need it and hold no text of
 prompts or answers. They read what the engine has published, so watching costs it nothing.
 """
 
-import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from importlib.resources import files
 
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from mlxspec import __version__
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.metrics import PROCESS
-from mlxspec.server.errors import ApiError, HttpRequest, Json
+from mlxspec.server.errors import HttpRequest, Json
 from mlxspec.server.state import ServerState
-from mlxspec.server.stream import event
 from mlxspec.types import Served
 
 FILES = {
@@ -44,8 +41,6 @@ HEADERS = {
     "cache-control": "no-store",
     "vary": "accept",
 }
-LISTENERS = 8  # pages that may be open at once
-TICK_S = 1.0  # from one snapshot to the next
 
 
 async def file(http: HttpRequest) -> Response:
@@ -58,33 +53,8 @@ async def file(http: HttpRequest) -> Response:
 
 
 async def now(http: HttpRequest) -> Response:
-    """One snapshot, for `mlxspec status` and the menu bar."""
+    """A snapshot, for the page, `mlxspec status` and the menu bar."""
     return JSONResponse(snapshot(http.app.state.server), headers=HEADERS)
-
-
-async def events(http: HttpRequest) -> Response:
-    """One snapshot a second as server-sent events, until the client disconnects or the server
-    stops. 429 beyond LISTENERS."""
-    server: ServerState = http.app.state.server
-    if server.listeners >= LISTENERS:
-        why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
-        raise ApiError(429, why, headers={"Retry-After": "5"})
-    if http.method == "HEAD":
-        return Response(headers=HEADERS, media_type="text/event-stream")
-    return StreamingResponse(_feed(server), headers=HEADERS, media_type="text/event-stream")
-
-
-async def _feed(server: ServerState) -> AsyncIterator[bytes]:
-    server.listeners += 1
-    try:
-        while True:
-            ending = server.worker.draining or not server.worker.alive()  # the last event says it
-            yield event(snapshot(server))
-            if ending:
-                return
-            await asyncio.sleep(TICK_S)
-    finally:
-        server.listeners -= 1
 
 
 def snapshot(server: ServerState) -> Json:

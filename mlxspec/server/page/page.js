@@ -1,8 +1,8 @@
-// The page: one stream of snapshots in, gauges, charts and tables out.
+// The page: a snapshot a second in, gauges, charts and tables out.
 // Rule: the server's data becomes text, never markup. Counters only grow; the page shows their differences.
 
 import { SPAN, chart, element, fill, put, stack, table } from "./charts.js";
-import { complaint, dataOf, setUp } from "./chat.js";
+import { complaint, setUp } from "./chat.js";
 
 const $ = (id) => document.getElementById(id);
 const KEY = "mlxspec-key"; // in sessionStorage: gone with the tab
@@ -49,7 +49,7 @@ function totals(now) {
   return { time: now.time, drafts, depths, ...Object.fromEntries(names.map((name) => [name, all(name)])) };
 }
 
-// Differences over the last `span` seconds, or since the stream began; null before the second snapshot.
+// Differences over the last `span` seconds, or since the page connected; null before the second snapshot.
 function since(span) {
   const last = history.at(-1);
   let first = null;
@@ -113,7 +113,7 @@ function show(now) {
 function render() {
   const [now, last] = undrawn;
   undrawn = null;
-  if (last !== history.at(-1)) return; // the stream was interrupted
+  if (last !== history.at(-1)) return; // the connection was lost
   gauges(now, last);
   lines();
   accepted(last);
@@ -295,7 +295,7 @@ function kernels(now) {
   table($("kernels"), head, rows, "None verified on this machine: what MLX brings runs.");
 }
 
-// ---- the stream ------------------------------------------------------------------------------------------
+// ---- snapshots ------------------------------------------------------------------------------------------
 
 function link(state, text) {
   document.body.dataset.link = state;
@@ -335,37 +335,32 @@ $("key").addEventListener("submit", (event) => {
   unlocked();
 });
 
-// Why the stream ended, for the user.
-async function listen() {
-  const response = await fetch("/page/events", { headers: headers(), cache: "no-store" });
+// Shows a snapshot; else returns why there is none, for the user.
+async function ask() {
+  const response = await fetch("/page/now", { headers: headers(), cache: "no-store" });
   if (response.status === 401) {
     const wait = new Promise((resolve) => (unlocked = resolve));
     lock();
     await wait;
-    return "connecting";
+    history = [];
+    return ask();
   }
   if (!response.ok) return complaint(response);
   const at = document.activeElement; // may be in a form that is now hidden
   if (entered && (at === document.body || $("key").contains(at))) $("say").focus();
   entered = false;
-  let last = null;
-  for await (const data of dataOf(response)) show((last = JSON.parse(data)));
-  return last ? troubleOf(last) || "the stream ended" : "the stream ended";
+  show(await response.json());
+  return "";
 }
 
 async function keep() {
   for (let pause = 1; ; ) {
-    const began = performance.now();
-    let why;
-    try {
-      why = await listen();
-    } catch {
-      why = "no connection to the server";
+    const why = await ask().catch(() => "no connection to the server");
+    pause = why ? Math.min(10, pause * 2) : 1;
+    if (why) {
+      history = [];
+      link("off", `${why}; trying again`);
     }
-    history = [];
-    if (why === "connecting") continue;
-    pause = performance.now() - began > 5000 ? 1 : Math.min(10, pause * 2);
-    link("off", `${why}; trying again`);
     await new Promise((resolve) => setTimeout(resolve, 1000 * pause));
   }
 }

@@ -165,7 +165,7 @@ async def _change(
 ) -> Response:
     """The model's object after `work` on it, and the seconds that it took."""
     worker, began = model.server.worker, time.monotonic()
-    await while_connected(http.receive, work)
+    await while_connected(http, work)
     seconds = round(time.monotonic() - began, 3)
     body = {**_model(worker.models[model.name]), "seconds": seconds}
     return JSONResponse(body, headers=report(ignored))

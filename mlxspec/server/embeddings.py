@@ -29,7 +29,7 @@ POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mea
 async def create(http: HttpRequest) -> Response:
     body, ignored, model = await receive(http, Embeddings)
     work = embed(model, body.prompts, body.dimensions)
-    vectors, tokens = await while_connected(http.receive, work)
+    vectors, tokens = await while_connected(http, work)
 
     def response() -> Response:
         data = []

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxspec import log
 from mlxspec.server import stream
-from mlxspec.server.errors import ApiError, Json, invalid
+from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model, Row, report, while_connected
 from mlxspec.server.stream import Choice, ResponseWriter
 from mlxspec.types import Busy, Output, Request
@@ -62,7 +62,7 @@ class Generation:
                     response = StreamingResponse(events, headers=headers)
                     await response(scope, receive, send)
             else:
-                body = await while_connected(receive, self._body())
+                body = await while_connected(HttpRequest(scope, receive), self._body())
                 await JSONResponse(body, headers=headers)(scope, receive, send)
         except ClientDisconnect:
             pass

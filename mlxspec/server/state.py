@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
 from mlxspec import log
 from mlxspec.config import Config
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 STALLED_S = 60.0  # without progress while there is work: longer than any healthy step
 LOADING_S = 600.0  # the same while a model is loading
-POLL_S = 0.5  # between checks that the engine still accepts requests
+POLL_S = 0.5  # between checks that the engine still accepts requests and the client is there
 BODY_S = 60.0  # to receive a request's body
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
@@ -204,7 +203,7 @@ def report(ignored: list[str]) -> dict[str, str]:
 async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:
     """Like ServerState.on_text_thread; raises ClientDisconnect."""
     state: ServerState = http.app.state.server
-    return await while_connected(http.receive, state.on_text_thread(work, *args))
+    return await while_connected(http, state.on_text_thread(work, *args))
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -226,23 +225,17 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`; cancel it and raise ClientDisconnect when the client disconnects. The body must
     have been read."""
     job = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_cancel_on_disconnect(receive, job))
     try:
-        return await job
-    except asyncio.CancelledError as error:
-        if left.done():
-            raise ClientDisconnect from error
-        raise
+        while not job.done():
+            if await http.is_disconnected():
+                raise ClientDisconnect
+            await asyncio.wait((job,), timeout=POLL_S)
+        return job.result()
     finally:
-        left.cancel()
+        job.cancel()
+        await asyncio.wait((job,))
         del job  # break the cycle error -> traceback -> frame -> task -> error
-
-
-async def _cancel_on_disconnect(receive: Receive, job: asyncio.Future[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    job.cancel()

@@ -3,13 +3,13 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
 
 from mlxspec.config import Config
+from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState, while_connected
 from mlxspec.types import Busy, Dead
 from tests.server.scripted import server
@@ -101,38 +101,38 @@ async def test_text_work_fails_when_the_engine_stops(
     gate.set()
 
 
-def connection() -> tuple[Callable[[], Any], asyncio.Event]:
+def connection() -> tuple[HttpRequest, asyncio.Event]:
     gone = asyncio.Event()
 
     async def receive() -> Any:
         await gone.wait()
         return {"type": "http.disconnect"}
 
-    return receive, gone
+    return HttpRequest({"type": "http"}, receive), gone
 
 
 async def test_while_connected_returns_what_the_work_returns() -> None:
-    receive, _ = connection()
+    http, _ = connection()
 
     async def work() -> int:
         return 5
 
-    assert await while_connected(receive, work()) == 5
+    assert await while_connected(http, work()) == 5
 
 
 async def test_while_connected_passes_errors_on() -> None:
-    receive, _ = connection()
+    http, _ = connection()
 
     async def work() -> int:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await while_connected(receive, work())
+        await while_connected(http, work())
 
 
 @pytest.mark.parametrize("how", ["the client", "the server"])
 async def test_while_connected_cancels_the_work_and_waits_for_its_end(how: str) -> None:
-    receive, gone = connection()
+    http, gone = connection()
     began, log = asyncio.Event(), []
 
     async def work() -> None:
@@ -143,7 +143,7 @@ async def test_while_connected_cancels_the_work_and_waits_for_its_end(how: str) 
             await asyncio.sleep(0)
             log.append("ended")
 
-    task = asyncio.ensure_future(while_connected(receive, work()))
+    task = asyncio.ensure_future(while_connected(http, work()))
     await began.wait()
     if how == "the client":
         gone.set()

@@ -104,7 +104,7 @@ async def embed(http: HttpRequest) -> Response:
     """POST /api/embed and, for one text, /api/embeddings."""
     body, ignored, model = await receive(http, Embed)
     work = embeddings.embed(model, body.input, body.dimensions)
-    vectors, tokens = await while_connected(http.receive, work)
+    vectors, tokens = await while_connected(http, work)
 
     def response() -> Response:
         """Thousands of vectors take a second to write."""
@@ -123,7 +123,7 @@ async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
     server, unloads = model.server, keep in ("0", "0s", "0m")
     pin = keep.startswith("-") or None
     work = server.unload(model.name) if unloads else server.worker.load(model.name, pin)
-    await while_connected(http.receive, work)
+    await while_connected(http, work)
     return {"done": True, "done_reason": "unload" if unloads else "load"}
 
 

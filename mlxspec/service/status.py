@@ -74,7 +74,7 @@ def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
     """The status from the server's /page/now."""
     rows, models, process = page["requests"], page["models"], page["process"]
     live = [row for row in rows if not row["outcome"]]
-    states = {model["name"]: model["status"] for model in models}
+    states = {model["info"]["name"]: model["status"] for model in models}
     state: State = "asleep"
     if page["unwell"]:
         state = "unwell"

@@ -154,7 +154,7 @@ async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (now["refused"], now["kernels"]) == ({"400": 1}, [])
     assert now["process"].keys() == PROCESS.keys()
     tiny, odd = now["models"]
-    assert (odd["name"], odd["status"], odd["pinned"], odd["error"]) == (
+    assert (odd["info"]["name"], odd["status"], odd["pinned"], odd["error"]) == (
         bad,
         "unloaded",
         True,

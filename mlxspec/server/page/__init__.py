@@ -17,7 +17,6 @@ from mlxspec.kernels.verify import KERNELS
 from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import HttpRequest, Json
 from mlxspec.server.state import ServerState
-from mlxspec.types import Served
 
 FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -72,14 +71,9 @@ def snapshot(server: ServerState) -> Json:
         "loading": worker.loading(),
         "note": server.note,
         "unwell": server.unwell(),
-        "models": [_model(one) for one in models],
+        "models": [asdict(one) for one in models],
         "process": process,
         "refused": server.metrics.refused,
         "requests": server.journal.rows(),
         "kernels": kernels,
     }
-
-
-def _model(served: Served) -> Json:
-    model = asdict(served)
-    return {**model.pop("info"), **model}

@@ -126,7 +126,7 @@ function render() {
   put($("note"), now.note);
   const trouble = troubleOf(now);
   link(trouble ? "trouble" : "live", trouble || "live");
-  const loaded = now.models.filter((m) => m.status === "loaded").map((m) => m.name);
+  const loaded = now.models.filter((m) => m.status === "loaded").map((m) => m.info.name);
   put($("serving"), loaded.join(", ") || "no model loaded");
   document.title = last.running ? `${$("g-rate").textContent} tokens/s · mlxspec` : "mlxspec";
 }
@@ -196,12 +196,12 @@ function pools(box, now) {
   const pools = now.models.filter((m) => m.status === "loaded");
   for (const m of pools) {
     const s = m.stats, all = s.blocks_used + s.blocks_cached + s.blocks_free;
-    if (now.models.length > 1) element(box, "h3", "", m.name);
+    if (now.models.length > 1) element(box, "h3", "", m.info.name);
     const parts = ["used", "cached", "free"].map((name) => [name, s[`blocks_${name}`], count(s[`blocks_${name}`])]);
     const said = parts.map(([name, , text]) => `${text} ${name}`).join(", ");
-    stack(box, parts, all, `KV blocks of ${m.name}: ${said}`);
+    stack(box, parts, all, `KV blocks of ${m.info.name}: ${said}`);
     const more = s.preemptions ? `; ${count(s.preemptions)} preemptions` : "";
-    const size = `${count(all)} blocks of ${m.block_size} tokens, ${bytes(m.kv_bytes)}${more}`;
+    const size = `${count(all)} blocks of ${m.info.block_size} tokens, ${bytes(m.info.kv_bytes)}${more}`;
     element(box, "p", "sub", size);
   }
   if (!pools.length) element(box, "p", "empty", "No model is loaded.");
@@ -229,12 +229,12 @@ function models(now) {
     for (const m of now.models) {
       const entry = element(list, "li");
       element(entry, "span", `status ${m.status}`, m.status + (m.pinned ? ", pinned" : ""));
-      element(entry, "b", "", m.name);
-      const facts = `${count(m.context)} tokens of context, ${bytes(m.weight_bytes)} of weights, layout ${m.layout}`;
+      element(entry, "b", "", m.info.name);
+      const facts = `${count(m.info.context)} tokens of context, ${bytes(m.info.weight_bytes)} of weights, layout ${m.info.layout}`;
       element(entry, "span", "sub", m.error || facts);
     }
   });
-  const names = now.models.map((m) => m.name), pick = $("model");
+  const names = now.models.map((m) => m.info.name), pick = $("model");
   if (names.join("\n") === [...pick.options].map((o) => o.value).join("\n")) return;
   const chosen = pick.value;
   pick.replaceChildren();

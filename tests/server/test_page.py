@@ -151,7 +151,7 @@ async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     names = "version pid time loading note unwell models process"
     names += " refused requests kernels"
     assert set(now) == {*names.split()}
-    assert (now["refused"], now["kernels"]) == ({"400": 1}, [])
+    assert (now["refused"], now["kernels"]) == ({"400": 1}, {})
     assert now["process"].keys() == PROCESS.keys()
     tiny, odd = now["models"]
     assert (odd["info"]["name"], odd["status"], odd["pinned"], odd["error"]) == (
@@ -273,15 +273,16 @@ async def test_verdicts_of_kernels(make: Make, monkeypatch: pytest.MonkeyPatch) 
     }
     monkeypatch.setattr(KERNELS, "verdicts", table)
     s = make()
-    one, two = (await snapshot(s))["kernels"]
-    assert one["name"] == "small_qmm 64x64" and one["gains"] == [[2, 1.2], [8, 1.5]]
+    found = (await snapshot(s))["kernels"]
+    one, two = found["small_qmm 64x64"], found["accept 320"]
+    assert one["gains"] == {"2": 1.2, "8": 1.5}
     assert (one["way"], one["least"], one["most"], one["why"]) == (
         "tall",
         2,
         8,
         "",
     )
-    assert (two["name"], two["way"], two["why"]) == ("accept 320", "", "slower")
+    assert (two["way"], two["why"]) == ("", "slower")
     table["late"] = Verdict(why="no Metal here")
     assert len((await snapshot(s))["kernels"]) == 3  # the live table
 

@@ -392,17 +392,17 @@ def test_no_cell_is_cut_on_a_narrow_screen(chromium: Any, base: str) -> None:
     }
     rows = [row | {"id": f"chatcmpl-{n:024x}"} for n in range(3)]
     rows.insert(0, rows[0] | {"id": "chatcmpl-x", "outcome": "", "state": "reading", "first": 0.0})
-    kernel = {
-        "name": "paged_attention float32 9/3x64 block 32",
+    name = "paged_attention float32 9/3x64 block 32"
+    kernel: dict[str, Any] = {
         "way": "tall",
         "least": 2,
         "most": 8,
     }
     kernel |= {
-        "gains": [[n, 1.234] for n in (2, 4, 8, 16, 32)],
+        "gains": {n: 1.234 for n in (2, 4, 8, 16, 32)},
         "why": "no Metal here, and a long reason why",
     }
-    with fed(chromium, base, [{"requests": rows, "kernels": [kernel]}], width=375) as page:
+    with fed(chromium, base, [{"requests": rows, "kernels": {name: kernel}}], width=375) as page:
         until(page, "document.querySelectorAll('#requests tbody tr').length === 4")
         boxes = "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
         assert page.evaluate(boxes) == [0, 0, 0]

@@ -60,10 +60,6 @@ def snapshot(server: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
     worker, models = server.worker, list(server.worker.models.values())
     process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
-    kernels = [
-        {**asdict(verdict), "name": name, "gains": sorted(verdict.gains.items())}
-        for name, verdict in list(KERNELS.verdicts.items())
-    ]
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -75,5 +71,5 @@ def snapshot(server: ServerState) -> Json:
         "process": process,
         "refused": server.metrics.refused,
         "requests": server.journal.rows(),
-        "kernels": kernels,
+        "kernels": {name: asdict(one) for name, one in list(KERNELS.verdicts.items())},
     }

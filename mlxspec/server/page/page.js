@@ -285,11 +285,11 @@ const stateOf = (r) => (r.read ? `${r.state} ${percent(r.read, r.prompt)}` : r.s
 
 function kernels(now) {
   const head = [["Kernel and shape", "name"], ["Version", "end"], ["Rows", "n"], ["Gain by rows", "gain"], ["", "why"]];
-  const rows = now.kernels.map((k) => [
-    k.name,
+  const rows = Object.entries(now.kernels).map(([name, k]) => [
+    name,
     (cell) => element(cell, "span", k.way ? "end-live" : "sub", k.way || "not used"),
     k.way ? `${k.least}–${k.most}` : "–",
-    k.gains.map(([n, gain]) => `${n}: ${gain.toFixed(2)}×`).join("  "),
+    Object.entries(k.gains).map(([n, gain]) => `${n}: ${gain.toFixed(2)}×`).join("  "),
     k.why,
   ]);
   table($("kernels"), head, rows, "None verified on this machine: what MLX brings runs.");

@@ -4,16 +4,15 @@ Rule: everything that can be wrong with a request is found here, before anything
 """
 
 import secrets
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.state import Model
-from mlxspec.server.stream import Choice, Choices, ResponseWriter, message
+from mlxspec.server.stream import Choice, Choices, message
 from mlxspec.text.chat import (
     Conversation,
     RenderedPrompt,
@@ -25,9 +24,9 @@ from mlxspec.text.chat import (
     template_reads,
 )
 from mlxspec.text.detokenizer import Detokenizer
-from mlxspec.text.messages import RejectedRequest, TooLong, canonical
+from mlxspec.text.messages import TooLong, canonical, rejected
 from mlxspec.text.output_parser import OutputParser
-from mlxspec.text.structured.grammar import Grammars, Make
+from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
@@ -44,21 +43,19 @@ class Format:
     """What an answer must be: JSON by the schema `value`, or text by the Lark grammar `value`. The
     request says so in `field`."""
 
-    kind: Literal["schema", "lark"]
     field: str
     value: Any
+    lark: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to be continued. `body` has the fields of openai.schema.Common, and `format`.
-    `messages` and `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be
-    called too, but are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name":
-    ...}. `options` are variables of the template. `source` is the body's field that holds the
-    conversation. `continued`: the answer continues the last message. `budget` is the most tokens of
-    reasoning."""
+    """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
+    checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
+    none, required, or a dict {"name": ...}. `options` are variables of the template. `source` is
+    the body's field that holds the conversation. `continued`: the answer continues the last
+    message. `budget` is the most tokens of reasoning."""
 
-    body: Any
     messages: Sequence[Any]
     tools: Any = None
     tool_choice: str | Json = "auto"
@@ -67,39 +64,28 @@ class ChatRequest:
     source: str = "messages"
     continued: bool = False
     budget: int = UNLIMITED
-    arrived: float = field(default_factory=time.monotonic)
 
 
-def chat_generation(
-    model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
-) -> Generation:
-    """The response to `chat`, on the text thread. Raises RejectedRequest and ApiError."""
-    body, name, grammars = chat.body, writer.id, model.grammars
+def chat_generation(made: Generation, chat: ChatRequest) -> Generation:
+    """The response, ready to answer `chat`; on the text thread. Its body has a `format` too. Raises
+    RejectedRequest and ApiError."""
+    model, body = made.model, made.body
     talk, prompt = render_prompt(model, chat)
-    request = engine_request(model, body, name, prompt.ids, chat.source)
-    grammar = _grammar(grammars, chat, talk, prompt)
+    request = engine_request(model, body, made.writer.id, prompt.ids, chat.source)
+    grammar = _grammar(made, chat, talk, prompt)
     request = replace(request, grammar=_limited(model, chat, prompt, grammar))
     tools = [*talk.tools, *chat.deferred]
     if chat.tool_choice == "none":
         tools = []
     constrained, single = grammar is not None, not body.parallel_tool_calls
-    choices = []
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, chat.continued)
         parts = OutputParser(model.tokenizer, tools, bool(prompt.thinking), _call_id, constrained)
-        choices.append(Choice(i, reader, parts, single))
-    remember_all = partial(_remember, model, talk, prompt, choices)
-    return Generation(
-        model,
-        [request],
-        choices,
-        writer,
-        body.stream,
-        ignored,
-        chat.arrived,
-        partial(model.server.later, remember_all),
-        body.return_progress or body.stream_options.include_progress,
-    )
+        made.choices.append(Choice(i, request, reader, parts, single))
+    made.requests.append(request)
+    remember_all = partial(_remember, model, talk, prompt, made.choices)
+    made.on_done = partial(model.server.later, remember_all)
+    return made
 
 
 def _call_id() -> str:
@@ -143,10 +129,8 @@ def prompt_length(model: Model, chat: ChatRequest) -> int:
         return error.tokens
 
 
-def engine_request(
-    model: Model, body: Any, name: str, prompt: Sequence[int], source: str
-) -> Request:
-    """The engine's request for a prompt from the body's field `source`. Raises ApiError."""
+def room_for(model: Model, prompt: Sequence[int], source: str) -> int:
+    """How many tokens fit behind a prompt from the body's field `source`. Raises ApiError."""
     if not prompt:
         raise invalid(source, f"{source} has no tokens; send some text")
     check_ids(model, prompt, source)
@@ -155,6 +139,14 @@ def engine_request(
     if room <= 0:
         why = f"{too_long(len(prompt), context)}; shorten {source}"
         raise invalid(source, why, "context_length_exceeded")
+    return room
+
+
+def engine_request(
+    model: Model, body: Any, name: str, prompt: Sequence[int], source: str
+) -> Request:
+    """The engine's request for a prompt from the body's field `source`. Raises ApiError."""
+    room = room_for(model, prompt, source)
     ends = () if body.ignore_eos else model.tokenizer.eos_token_ids
     return Request(
         name,
@@ -187,40 +179,39 @@ def _predicted(model: Model, body: Any) -> tuple[int, ...]:
     if body.prediction is None:
         return ()
     info = model.info
-    text = body.prediction.text[: info.context * CHARS_PER_TOKEN]
+    text = "".join(part.text for part in body.prediction.content)[: info.context * CHARS_PER_TOKEN]
     ids = encode(model.tokenizer, text, special=False)[: info.context]
     return tuple(token for token in ids if token < info.vocab)
 
 
 def _grammar(
-    grammars: Grammars, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
+    made: Generation, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
 ) -> Make | None:
     """The grammar of the answer: the required call, which has no format, else the format or, if
     tools are offered, a call."""
-    form, choice = chat.body.format, chat.tool_choice
+    grammars, form, choice = made.model.grammars, made.body.format, chat.tool_choice
     required = choice not in ("auto", "none")
-    offered = bool(talk.tools) and choice == "auto"
-    if form is None and not required:
-        return None
-    where = form.field if form else "tool_choice"
-    lark = form is not None and form.kind == "lark"
-    if lark and (required or offered):
-        raise RejectedRequest(where, f"{where} with tools: send one of them, or tool_choice 'none'")
+    calls = required or (talk.tools and choice == "auto")
     if form and chat.continued:
-        why = "with a last message of the assistant: send one of them"
-        raise RejectedRequest(where, f"{where} {why}")
+        raise rejected(form.field, "with a last message of the assistant: send one of them")
+    if form and form.lark and calls:
+        raise rejected(form.field, "with tools: send one of them, or tool_choice 'none'")
+    rules = []
     if required:
-        form, where = None, "tool_choice"
-    if form and lark:
-        text = checked_lark(form.value, where)
+        where = "tool_choice"
+    elif form is None:
+        return None
+    elif form.lark:
+        text = checked_lark(form.value, form.field)
+        return grammars.compiled(text, prompt.thinking, form.field)
     else:
-        rules = [json_rule(form.value, where)] if form else []
-        if required or offered:
-            name = choice["name"] if isinstance(choice, Mapping) else None
-            single = name is not None or not chat.body.parallel_tool_calls
-            rules.append(grammars.calls(talk.tools, name, single, where))
-        text = grammars.rules(rules)
-    return grammars.compiled(text, prompt.thinking, where)
+        where = form.field
+        rules.append(json_rule(form.value, where))
+    if calls:
+        name = choice["name"] if isinstance(choice, Mapping) else None
+        single = name is not None or not made.body.parallel_tool_calls
+        rules.append(grammars.calls(talk.tools, name, single, where))
+    return grammars.compiled(grammars.rules(rules), prompt.thinking, where)
 
 
 def _limited(

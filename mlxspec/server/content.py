@@ -19,6 +19,7 @@ UNREAD = (
 ).split()
 HOSTED = ("_tool_use", "_tool_result")  # ends of the types of what another server's tools did
 MOST_CHARS = 64  # of such a type
+LEFT_OUT = " left out: this model reads text only]\n"  # the end of what stands for a part
 HOLD_PARTS = ("content", "output")  # fields of messages, items and parts
 
 
@@ -69,4 +70,4 @@ def _text(part: Json, kind: str, left_out: list[str]) -> str:
         name = part.get("title") or part.get("filename") or kind
         return f"{name}:\n{found}\n"
     left_out.append(f"content[].{kind}")
-    return f"[{kind} left out: this model reads text only]\n"
+    return f"[{kind}{LEFT_OUT}"

@@ -1,45 +1,56 @@
-"""POST /v1/embeddings: texts to vectors, made of the model's hidden states after its final norm.
+"""POST /v1/embeddings, and Ollama's /api/embed and /api/embeddings: texts to vectors, made of the
+model's hidden states after its final norm.
 
 Rule: one request's inputs take half of the places for sequences, so that answers start beside
 them.
 """
 
+import asyncio
 import base64
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from mlxspec import log
+from mlxspec.engine.worker import OutputStream, Worker
 from mlxspec.files import read_json
 from mlxspec.server.body import receive
-from mlxspec.server.chat_request import encode_prompt, engine_request
-from mlxspec.server.errors import HttpRequest, invalid
-from mlxspec.server.openai.schema import Completion, Embeddings
+from mlxspec.server.chat_request import encode_prompt, room_for
+from mlxspec.server.errors import HttpRequest, Json, invalid
+from mlxspec.server.openai.schema import Embeddings
 from mlxspec.server.state import Model, report, run_on_text_thread, while_connected
 from mlxspec.server.stream import failure
-from mlxspec.types import Pooling, Request
+from mlxspec.text.messages import listed
+from mlxspec.types import Busy, Pooling, Request
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
 
 async def create(http: HttpRequest) -> Response:
+    """Ollama's older /api/embeddings takes one text."""
     body, ignored, model = await receive(http, Embeddings)
-    work = embed(model, body.prompts, body.dimensions)
+    work = embed(model, listed(body.input), body.dimensions)
     vectors, tokens = await while_connected(http, work)
 
     def response() -> Response:
-        data = []
-        for i, vector in enumerate(vectors):
-            written = vector.tolist()
-            if body.encoding_format == "base64":
-                written = base64.b64encode(vector.astype("<f4")).decode()
-            data.append({"object": "embedding", "index": i, "embedding": written})
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        made = {"object": "list", "data": data, "model": model.name, "usage": usage}
+        """Thousands of vectors take a second to write."""
+        found = [vector.tolist() for vector in vectors]
+        if body.encoding_format == "base64":
+            found = [base64.b64encode(vector.astype("<f4")).decode() for vector in vectors]
+        made: Json = {"embedding": found[0]}
+        if http.url.path == "/api/embed":
+            made = {"model": body.model or model.name, "embeddings": found}
+            made["prompt_eval_count"] = tokens
+        elif http.url.path != "/api/embeddings":
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            made = {"object": "list", "model": model.name, "usage": usage}
+            made["data"] = [
+                {"object": "embedding", "index": i, "embedding": each}
+                for i, each in enumerate(found)
+            ]
         return JSONResponse(made, headers=report(ignored))
 
     return await run_on_text_thread(http, response)
@@ -49,40 +60,52 @@ async def embed(
     model: Model, inputs: Sequence[str | list[int]], dimensions: int | None = None
 ) -> tuple[list[Any], int]:
     """The embeddings of texts or token ids, float32 [D] of length 1 each (numpy's), and how many
-    tokens were read. With `dimensions` their first so many, of length 1 again. For any API. Raises
-    ApiError, RejectedRequest, Busy and Dead."""
-    worker, most = model.server.worker, max(1, model.server.config.max_sequences // 2)
-    on_text_thread = model.server.on_text_thread
-    requests = [
-        await on_text_thread(_request, model, text, f"input[{i}]") for i, text in enumerate(inputs)
-    ]
-    vectors = []
-    for first in range(0, len(requests), most):
-        some = requests[first : first + most]
+    tokens were read. With `dimensions` their first so many, of length 1 again. Raises ApiError,
+    RejectedRequest, Busy and Dead."""
+    server = model.server
+    worker, most = server.worker, max(1, server.config.max_sequences // 2)
+    requests = []
+    for i, given in enumerate(inputs):
+        requests.append(await server.on_text_thread(_request, model, given, f"input[{i}]"))
+    vectors: list[Any] = []
+    while some := requests[len(vectors) :][:most]:
         try:
-            for stream in [worker.submit(request) for request in some]:
+            waits = bool(vectors)  # Busy would lose them
+            for stream in [await _queued(worker, request, waits) for request in some]:
                 output = await anext(stream)
                 if output.embedding is None:
                     raise failure(output)
-                vectors.append(output.embedding[:dimensions])
+                width = len(output.embedding)
+                if dimensions and dimensions > width:
+                    why = f"dimensions = {dimensions}: an embedding of {model.name} has {width}"
+                    raise invalid("dimensions", f"{why}; send fewer")
+                vector = output.embedding[:dimensions]
+                vectors.append(vector / np.linalg.norm(vector))
         finally:
             for request in some:  # after an error, or when the client has left
                 worker.abort(request.id)
-    width = len(vectors[0])
-    if dimensions and dimensions > width:
-        why = f"dimensions = {dimensions}: an embedding of {model.name} has {width}; send fewer"
-        raise invalid("dimensions", why)
     tokens = sum(len(request.prompt) for request in requests)
     log.info("%s: %d embeddings of %d tokens", model.name, len(vectors), tokens)
-    return [vector / np.linalg.norm(vector) for vector in vectors], tokens
+    return vectors, tokens
+
+
+async def _queued(worker: Worker, request: Request, waits: bool) -> OutputStream:
+    """The outputs of a request that was queued; `waits` for a place. Raises Busy and Dead."""
+    while True:
+        try:
+            return worker.submit(request)
+        except Busy as error:
+            if not waits:
+                raise
+            await asyncio.sleep(error.retry_after)
 
 
 def _request(model: Model, given: str | list[int], field: str) -> Request:
     """For the embedding of the input `field`. Raises RejectedRequest and ApiError."""
     ids = encode_prompt(model, given, field=field) if isinstance(given, str) else given
-    one_token = Completion.model_validate({"prompt": "", "max_tokens": 1})
-    request = engine_request(model, one_token, f"embd-{secrets.token_hex(12)}", ids, field)
-    return replace(request, pooling=_pooling(model))
+    room_for(model, ids, field)
+    id, pooling = f"embd-{secrets.token_hex(12)}", _pooling(model)
+    return Request(id, tuple(ids), 1, model=model.name, pooling=pooling)
 
 
 def _pooling(model: Model) -> Pooling:

@@ -97,34 +97,34 @@ def unavailable(why: str) -> ApiError:
 
 
 async def on_error(http: HttpRequest, error: Any) -> Response:
-    """The response to any exception of an endpoint."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # for the log of a proxy in front
-    return error_response(http.scope, _api_error(http, error))
-
-
-def _api_error(http: HttpRequest, error: Any) -> ApiError:
-    """An exception of the layers below as an ApiError; one of no known type is a bug, whose
-    traceback is in the log."""
+    """The response to any exception of an endpoint, also of the layers below; one of no known type
+    is a bug, whose traceback is in the log."""
     why = str(error)
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RejectedRequest):
-        return ApiError(400, why, error.field, error.code)
-    if isinstance(error, UserError):
-        return unavailable(why)
-    if isinstance(error, Busy):
-        return ApiError(429, why, headers={"Retry-After": str(error.retry_after)})
-    if isinstance(error, Dead):
-        why = "the engine has stopped; the server's log says why"
-        if http.app.state.server.worker.draining:
-            why = "the server is stopping; send the request again in 5 s"
-        return ApiError(503, why, headers={"Retry-After": "5"})
-    if isinstance(error, HTTPException):  # an unknown path or method
-        why = f"{http.method} {http.scope['path'][:200]}: {error.detail}; docs/api.md lists all"
-        return ApiError(error.status_code, why, headers=error.headers)
-    return ApiError(500, f"the server failed: {type(error).__name__}; its log says more")
+    match error:
+        case ClientDisconnect():
+            return Response(status_code=499)  # for the log of a proxy in front
+        case ApiError():
+            pass
+        case RejectedRequest():
+            error = ApiError(400, why, error.field, error.code)
+        case UserError():
+            error = unavailable(why)
+        case Busy():
+            error = ApiError(429, why, headers={"Retry-After": str(error.retry_after)})
+        case Dead():
+            why = "the engine has stopped; the server's log says why"
+            if http.app.state.server.worker.draining:
+                why = "the server is stopping; send the request again in 5 s"
+            error = ApiError(503, why, headers={"Retry-After": "5"})
+        case HTTPException():  # an unknown path or method
+            why = f"{http.method} {http.scope['path'][:200]}: {error.detail}; docs/api.md lists all"
+            error = ApiError(error.status_code, why, headers=error.headers)
+        case _:
+            why = f"the server failed: {type(error).__name__}; its log says more"
+            error = ApiError(500, why)
+    return error_response(http.scope, error)
 
 
-EXCEPTIONS = (ApiError, UserError, Busy, Dead, ClientDisconnect, HTTPException, Exception)
-HANDLERS = dict.fromkeys(EXCEPTIONS, on_error)
+HANDLERS = dict.fromkeys(
+    (ApiError, UserError, Busy, Dead, ClientDisconnect, HTTPException, Exception), on_error
+)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
@@ -18,35 +19,32 @@ from mlxspec import log
 from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model, Row, report, while_connected
-from mlxspec.server.stream import Choice, ResponseWriter
+from mlxspec.server.stream import Choice, Piece, ResponseWriter
 from mlxspec.types import Busy, Output, Request
 
 PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
-STREAM = {
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(slots=True)
 class Generation:
     """The response to one HTTP request, as an ASGI application that generates while it sends.
-    `choices` are grouped by request, `n` of each. Times are time.monotonic()."""
+    `body` has the fields of openai.schema.Common. `choices` are grouped by request, `body.n` of
+    each. Times are seconds since the request `arrived`."""
 
     model: Model
-    requests: list[Request]
-    choices: list[Choice]
+    body: Any
     writer: ResponseWriter
-    streamed: bool
-    ignored: list[str]  # unknown fields of the request
-    arrived: float
+    ignored: list[str]  # unknown fields of the body
+    media: str = stream.SSE  # the type of a stream
+    requests: list[Request] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     # Called before the last byte is sent: the client's next request may follow at once.
     on_done: Callable[[], None] = lambda: None
-    progress: bool = False  # the client asks for events that tell how much of the prompt was read
+    arrived: float = field(default_factory=time.monotonic)
     first: float = 0.0  # time of the first token
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
     queue: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)  # of all requests' outputs
-    media: str = stream.SSE  # the type of a stream
     outcome: str = ""  # "gone" or "error", where it is not the choices' finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,10 +54,9 @@ class Generation:
         headers = {"x-request-id": id, "request-id": id, **report(self.ignored)}
         self.model.server.journal.live[id] = self._row
         try:
-            if self.streamed:
+            if self.body.stream:
                 async with aclosing(self._events()) as events:
-                    headers |= {**STREAM, "content-type": self.media}
-                    response = StreamingResponse(events, headers=headers)
+                    response = StreamingResponse(events, 200, headers | STREAM, self.media)
                     await response(scope, receive, send)
             else:
                 body = await while_connected(HttpRequest(scope, receive), self._body())
@@ -86,20 +83,12 @@ class Generation:
                 worker.abort(request.id)
             raise
 
-    async def _outputs(self, pause: float | None) -> AsyncGenerator[Output | None, None]:
-        """All outputs until every choice has ended, and None after each `pause` seconds of
-        silence."""
-        while any(choice.finish is None for choice in self.choices):
-            output = None
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    output = await self.queue.get()
-            yield output
+    def _runs(self) -> bool:
+        return any(choice.finish is None for choice in self.choices)
 
     async def _body(self) -> Json:
-        async for output in self._outputs(None):
-            if output is not None:
-                self._read(output)
+        while self._runs():
+            self._read(await self.queue.get())
         self.on_done()
         return self.writer.body(self.choices, self._usage())
 
@@ -107,24 +96,28 @@ class Generation:
         """The events of a streamed answer. A silent stream gets an event without content every
         `keepalive_s`. Where there are comments, it gets one too, because some clients ignore those,
         and while the prompt is read they tell how far."""
-        writer = self.writer
+        writer, asked = self.writer, self.body
         yield writer.opening(self._usage())
         pause = self.model.server.config.keepalive_s
         told = 0  # tokens of the prompt
         comments = self.media == stream.SSE
         written = time.monotonic()
         try:
-            async for output in self._outputs(min(pause, PROGRESS_S)):
-                data = b""
-                if output is not None and (choice := self._read(output)):
-                    data = writer.chunk(choice, choice.pieces[-1])
+            while self._runs():
+                data, output = b"", None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(pause, PROGRESS_S)):
+                        output = await self.queue.get()
+                if output is not None and (read := self._read(output)):
+                    data = writer.chunk(*read)
                 if comments and output is None and (row := self._row())["read"] > told:
                     told = row["read"]
                     yield b": prompt %d of %d\n\n" % (told, row["prompt"])
-                    if self.progress:  # as llama.cpp has it, whichever the API is
-                        read = {"total": row["prompt"], "cache": row["cached"], "processed": told}
-                        read["time_ms"] = round(1e3 * row["seconds"])
-                        data = stream.event({"choices": [], "prompt_progress": read})
+                    if asked.return_progress or asked.stream_options.include_progress:
+                        # as llama.cpp has it, whichever the API is
+                        tells = {"total": row["prompt"], "cache": row["cached"], "processed": told}
+                        tells["time_ms"] = round(1e3 * row["seconds"])
+                        data = stream.event({"choices": [], "prompt_progress": tells})
                 if not data and time.monotonic() - written >= pause:
                     data = writer.still_here()
                     if comments:
@@ -138,32 +131,30 @@ class Generation:
             self.outcome = "error"
             yield writer.failed(error)
 
-    def _read(self, output: Output) -> Choice | None:
+    def _read(self, output: Output) -> tuple[Choice, Piece] | None:
         """Add an output to its choice; None if that had finished before."""
         server = self.model.server
-        k = [request.id for request in self.requests].index(output.request)
-        choice = self.choices[k * self.requests[k].n + output.index]
+        first = next(one.index for one in self.choices if one.request.id == output.request)
+        choice = self.choices[first + output.index]
         if choice.finish is not None:
             return None
-        choice.take(output)
+        piece = choice.take(output)
         if output.tokens:
-            now = time.monotonic()
+            now = time.monotonic() - self.arrived
             if not self.first:
                 self.first = now
-                server.metrics.first_token.labels(self.model.name).observe(now - self.arrived)
+                server.metrics.first_token.labels(self.model.name).observe(now)
             elif choice.index in self.last:
                 seconds = now - self.last[choice.index]
                 server.metrics.between(self.model.name, seconds, len(output.tokens))
             self.last[choice.index] = now
         if choice.finish is not None and output.finish is None:
             server.worker.abort(output.request, output.index)
-        return choice
+        return choice, piece
 
     def _usage(self) -> stream.Usage:
-        usage = stream.usage(self.requests, self.choices)
-        usage.seconds = time.monotonic() - self.arrived
-        if self.first:
-            usage.first = self.first - self.arrived
+        usage = stream.usage(self.choices)
+        usage.first, usage.seconds = self.first, time.monotonic() - self.arrived
         return usage
 
     def _row(self) -> Row:
@@ -197,16 +188,14 @@ class Generation:
     def _finish(self) -> None:
         """Abort what still runs; record what has finished; count, list and log the answer."""
         server, choices = self.model.server, self.choices
-        for k, request in enumerate(self.requests):
-            own = choices[k * request.n :][: request.n]
-            if any(choice.finish is None for choice in own):
-                self.outcome = self.outcome or "gone"
-                server.worker.abort(request.id)
-            for choice in own:
-                if choice.finish and server.recorder:
-                    server.recorder.add(self.model.name, request.prompt, choice.ids)
-        if not self.outcome:
-            self.outcome = ",".join(dict.fromkeys(str(choice.finish) for choice in choices))
+        for id in {choice.request.id for choice in choices if choice.finish is None}:
+            self.outcome = self.outcome or "gone"
+            server.worker.abort(id)
+        for choice in choices:
+            if choice.finish and server.recorder:
+                server.recorder.add(self.model.name, choice.request.prompt, choice.ids)
+        outcomes = dict.fromkeys(str(choice.finish) for choice in choices)
+        self.outcome = self.outcome or ",".join(outcomes)
         row = self._row()
         server.journal.end(row)
         outcome = self.outcome.partition(",")[0]

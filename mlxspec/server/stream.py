@@ -5,7 +5,6 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 """
 
 import json
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,23 +14,21 @@ from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
 
-SSE = "text/event-stream; charset=utf-8"
+SSE = "text/event-stream"
 COMMENT = b": keep-alive\n\n"
+NO_OUTPUT = Output("", 0, ())
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
-NO_OUTPUT = Output("", 0, ())
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """What one output adds to a choice: its text, and the parts that are certain with it; a call's
-    arguments come over several pieces. `starts` is where each token's text begins in the choice's
-    text."""
+    """What one output adds to a choice, or all of them together: the parts that are certain with
+    it; a call's arguments come over several pieces. `starts` is where each token's text begins in
+    the choice's text."""
 
-    text: str
-    parts: tuple[Part, ...] = ()
-    logprobs: tuple[Logprob, ...] = ()
-    starts: tuple[int, ...] = ()
+    parts: list[Part] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     finish: Finish | None = None
 
 
@@ -40,14 +37,15 @@ class Choice:
     """One answer of a request. `index` is the one that the client sees."""
 
     index: int
+    request: Request
     reader: Detokenizer
     parser: OutputParser | None = None  # splits a chat's text into reasoning, content and calls
     single: bool = False  # the first call ends the answer
     ids: list[int] = field(default_factory=list)  # its tokens, end token included
     finish: Finish | None = None
     output: Output = NO_OUTPUT  # the last one; its counts are of the whole choice
-    pieces: list[Piece] = field(default_factory=list)  # all so far
-    _logprobs: deque[Logprob] = field(default_factory=deque)  # until their text is released
+    whole: Piece = field(default_factory=Piece)  # all pieces so far as one
+    _logprobs: list[Logprob] = field(default_factory=list)  # until their text is released
 
     def take(self, output: Output) -> Piece:
         """Add an output. Raises ApiError where the engine could not answer."""
@@ -61,14 +59,14 @@ class Choice:
             text += reader.finish()
         self.finish = "stop" if reader.stopped is not None else output.finish
         parts = self._parse(text)
-        self._logprobs.extend(output.logprobs)
-        starts = tuple(reader.released)
-        reader.released.clear()
-        logprobs: tuple[Logprob, ...] = ()
-        if self._logprobs:
-            logprobs = tuple(self._logprobs.popleft() for _ in starts)
-        self.pieces.append(Piece(text, tuple(parts), logprobs, starts, self.finish))
-        return self.pieces[-1]
+        starts, reader.released = reader.released, []
+        self._logprobs += output.logprobs
+        logprobs = self._logprobs[: len(starts)]
+        del self._logprobs[: len(starts)]
+        self.whole.parts += parts
+        self.whole.logprobs += logprobs
+        self.whole.starts += starts
+        return Piece(parts, logprobs, starts, self.finish)
 
     def _parse(self, text: str) -> list[Part]:
         if self.parser is None:
@@ -87,6 +85,14 @@ class Choice:
     @property
     def calls(self) -> list[Call]:
         return self.parser.calls if self.parser else []
+
+    @property
+    def called(self) -> bool:
+        """Whether it ended to wait for the results of its calls. A stop string that cuts a call is
+        the reason of its own."""
+        ends = [part.ends for part in self.whole.parts if part.call]
+        whole = ends and (ends[-1] or self.reader.stopped is None)
+        return bool(whole) and self.finish == "stop"
 
     @property
     def kept(self) -> int:
@@ -162,18 +168,23 @@ def typed_event(kind: str, **fields: Any) -> bytes:
     return name + event({"type": kind, **fields})
 
 
+def texts(piece: Piece) -> dict[str, str]:
+    """What its parts of each kind say."""
+    made = {"content": "", "reasoning": "", "call": ""}
+    for part in piece.parts:
+        made[part.kind] += part.text
+    return made
+
+
 def message(choice: Choice) -> Json:
     """An answer as the chat message that the client sends back with the next turn."""
-    texts = {"content": "", "reasoning": "", "call": ""}
-    for piece in choice.pieces:
-        for part in piece.parts:
-            texts[part.kind] += part.text
-    made: Json = {"role": "assistant", "content": texts["content"]}
-    if texts["reasoning"]:
-        made["reasoning_content"] = texts["reasoning"]
+    said = texts(choice.whole)
+    made: Json = {"role": "assistant", "content": said["content"]}
+    if said["reasoning"]:
+        made["reasoning_content"] = said["reasoning"]
     if choice.calls:
         made["tool_calls"] = [spelled(call) for call in choice.calls]
-        made["content"] = texts["content"] or None
+        made["content"] = said["content"] or None
     return made
 
 
@@ -183,15 +194,13 @@ def spelled(call: Call) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def usage(requests: Sequence[Request], choices: Choices) -> Usage:
-    """Token counts; `choices` are grouped by request. A prompt counts once for all its choices."""
+def usage(choices: Choices) -> Usage:
+    """Token counts. A prompt counts once for all its choices."""
     made = Usage()
-    first = 0  # index of the request's first choice
-    for request in requests:
-        made.prompt += len(request.prompt)
-        made.cached += choices[first].output.cached
-        first += request.n
     for choice in choices:
+        if choice.index % choice.request.n == 0:  # the first one of its request
+            made.prompt += len(choice.request.prompt)
+            made.cached += choice.output.cached
         made.generated += choice.reader.count
         made.drafted += choice.output.drafted
         made.kept += choice.kept

@@ -15,6 +15,7 @@ from mlxspec.server.chat_request import (
     template_options,
 )
 from mlxspec.server.errors import ApiError, HttpRequest
+from mlxspec.server.generate import Generation
 from mlxspec.server.state import report, run_on_text_thread
 
 THINKING = {"enabled": True, "disabled": False}  # other values leave it to the template
@@ -23,17 +24,18 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 async def messages(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Messages)
     writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
-    return await run_on_text_thread(http, chat_generation, model, _request(body), writer, ignored)
+    made = Generation(model, body, writer, ignored)
+    return await run_on_text_thread(http, chat_generation, made, _asked(body))
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     body, ignored, model = await receive(http, Prompt)
-    count = await run_on_text_thread(http, prompt_length, model, _request(body))
+    count = await run_on_text_thread(http, prompt_length, model, _asked(body))
     return JSONResponse({"input_tokens": count}, headers=report(ignored))
 
 
-def _request(body: Prompt) -> ChatRequest:
+def _asked(body: Prompt) -> ChatRequest:
     """Raises ApiError."""
     if body.thread:
         details = {"error_code": "thread_unsupported_request"}  # the SDK then sends all messages
@@ -41,7 +43,6 @@ def _request(body: Prompt) -> ChatRequest:
         raise ApiError(400, why, "thread", details=details)
     thinking = THINKING.get(body.thinking.type)
     return ChatRequest(
-        body,
         chat_messages(body),
         body.functions(deferred=False),
         body.choice,

@@ -6,7 +6,7 @@ is left out of one turn is left out of all later ones.
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 
@@ -19,10 +19,10 @@ from mlxspec.server.body import (
     Strict,
 )
 from mlxspec.server.chat_request import Format
-from mlxspec.server.content import READABLE
+from mlxspec.server.content import LEFT_OUT, READABLE
 from mlxspec.server.errors import Json
 from mlxspec.server.openai.schema import BUDGET, Common, TextPart
-from mlxspec.text.messages import canonical
+from mlxspec.text.messages import BILLING
 
 # The types of tools that the client runs; its task depends on them, so they are not left out.
 CLIENT_TOOLS = ("custom", "bash_", "text_editor_", "memory_", "computer_", "browser_")
@@ -71,8 +71,10 @@ class Message(Strict):
     @property
     def open(self) -> bool:
         """Whether it is an answer that can be continued: it ends in text, and calls nothing."""
-        kinds = [block.type for block in self.content]
-        return self.role == "assistant" and kinds[-1:] == ["text"] and "tool_use" not in kinds
+        *_, last = self.content or [None]
+        text = isinstance(last, TextPart) and not last.text.endswith(LEFT_OUT)
+        calls = any(isinstance(block, ToolUse) for block in self.content)
+        return self.role == "assistant" and text and not calls
 
 
 class Tool(Strict):
@@ -140,7 +142,7 @@ class Prompt(Strict):
         form = self.output_config.format
         if form is None:
             return None
-        return Format("schema", "output_config.format.schema", form.value)
+        return Format("output_config.format.schema", form.value)
 
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result
@@ -159,8 +161,6 @@ class Prompt(Strict):
 
 class Messages(Prompt, Common):
     """The body of POST /v1/messages."""
-
-    alternatives: ClassVar[None] = None  # no log-probabilities
 
     n: Literal[1] = 1
     max_tokens: Count
@@ -199,9 +199,8 @@ def chat_messages(body: Prompt) -> list[Json]:
 
 def _system(blocks: list[Any]) -> list[Json]:
     """Empty if nothing is left of the text, as of Claude Code's billing header."""
-    parts = [block.model_dump() for block in blocks if isinstance(block, TextPart)]
-    made = canonical([{"role": "system", "content": parts}])
-    return [message for message in made if message["content"]]
+    text = "".join(BILLING.sub("", each.text) for each in blocks if isinstance(each, TextPart))
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _result(block: ToolResult, tools: Mapping[str, Json]) -> Json:

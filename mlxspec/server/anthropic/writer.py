@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
-from mlxspec.text.output_parser import Part
 from mlxspec.text.tool_calls import as_object
 
 KINDS = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
@@ -36,17 +35,21 @@ class MessageWriter:
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         data = b""
         for part in piece.parts:
-            kind = KINDS[part.kind]
+            kind, call = KINDS[part.kind], part.call
             if part.opens or not self.content or self.content[-1]["type"] != kind:
                 data += self._close()
-                block = _block(part)
+                block = {"type": kind, **EMPTY[kind]}
                 self.content.append(block)
-                data += self._block_event("start", content_block=block | EMPTY[kind])
-            elif not part.call:
-                self.content[-1][kind] += part.text
-            delta = {"type": f"{kind}_delta", kind: part.text}
-            if part.call:
+                if call:
+                    block |= {"id": call.id, "name": call.name}
+                data += self._block_event("start", content_block=block)
+                if call:  # all of it in a whole body
+                    block["input"] = as_object(call.arguments)
+            if call:
                 delta = {"type": "input_json_delta", "partial_json": part.text}
+            else:
+                delta = {"type": f"{kind}_delta", kind: part.text}
+                self.content[-1][kind] += part.text
             data += self._block_event("delta", delta=delta)
         return data
 
@@ -61,8 +64,9 @@ class MessageWriter:
         return typed_event("error", **error.anthropic())
 
     def body(self, choices: Choices, usage: Usage) -> Json:
-        for piece in choices[0].pieces:
-            self.chunk(choices[0], piece)
+        for part in choices[0].whole.parts:
+            self.chunk(choices[0], Piece([part]))
+        self._close()
         return self._message(_end(choices[0]), usage)
 
     def _message(self, end: Json, usage: Usage) -> Json:
@@ -82,6 +86,7 @@ class MessageWriter:
             return b""
         data = b""
         if self.content[-1]["type"] == "thinking":
+            self.content[-1]["signature"] = SIGNATURE
             delta = {"type": "signature_delta", "signature": SIGNATURE}
             data = self._block_event("delta", delta=delta)
         return data + self._block_event("stop")
@@ -90,24 +95,11 @@ class MessageWriter:
         return typed_event(f"content_block_{kind}", index=len(self.content) - 1, **fields)
 
 
-def _block(part: Part) -> Json:
-    if call := part.call:
-        return {
-            "type": "tool_use",
-            "id": call.id,
-            "name": call.name,
-            "input": as_object(call.arguments),
-        }
-    if part.kind == "reasoning":
-        return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
-    return {"type": "text", "text": part.text}
-
-
 def _end(choice: Choice) -> Json:
     reason, stopped = "end_turn", choice.reader.stopped
     if choice.finish == "length":
         reason = "max_tokens"
-    elif choice.calls:
+    elif choice.called:
         reason, stopped = "tool_use", None
     elif stopped:
         reason = "stop_sequence"

@@ -4,21 +4,20 @@ Rule: what this server does not do (Modelfiles, uploads) is refused with what to
 """
 
 import secrets
-import time
 from datetime import UTC, datetime
 from hashlib import sha256
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from mlxspec.server import embeddings
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import ChatRequest, chat_generation
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.ollama.schema import Chat, Embed, Generate
+from mlxspec.server.generate import Generation
+from mlxspec.server.ollama.schema import Chat, Generate
 from mlxspec.server.ollama.writer import LineWriter
 from mlxspec.server.openai.endpoints import completion_generation
-from mlxspec.server.state import Model, report, run_on_text_thread, while_connected
+from mlxspec.server.state import Model, run_on_text_thread, while_connected
 from mlxspec.types import ModelInfo
 
 INSTEAD = {
@@ -78,43 +77,23 @@ async def show(http: HttpRequest) -> Response:
 
 async def answer(http: HttpRequest) -> ASGIApp:
     """POST /api/chat and /api/generate. Without a message, only loads or unloads the model."""
-    arrived, chats = time.monotonic(), http.url.path == "/api/chat"
+    chats = http.url.path == "/api/chat"
     body, ignored, model = await receive(http, Chat if chats else Generate)
-    name = body.model or model.name
-    writer = LineWriter(f"ollama-{secrets.token_hex(12)}", name, chats)
-    plain = isinstance(body, Generate) and body.plain
-    if not body.messages and not plain:
+    writer = LineWriter(f"ollama-{secrets.token_hex(12)}", body.model or model.name, chats)
+    made = Generation(model, body, writer, ignored, "application/x-ndjson")
+    if isinstance(body, Generate) and body.plain:
+        strict = model.server.config.strict_content == "on"
+        unread = {"format": body.form, "system": body.system, "tools": body.tools}
+        for name, value in {**unread, "images": strict and body.images}.items():
+            if value:
+                raise invalid(name, f"{name} with raw or suffix: send one of them")
+        return await run_on_text_thread(http, completion_generation, made)
+    if not body.messages:
         keep = str((body.model_extra or {}).get("keep_alive"))
         return JSONResponse(writer.line() | await _load(http, model, keep))
-    if plain:
-        if body.form:
-            raise invalid("format", "format with raw or suffix: send one of them")
-        made = await run_on_text_thread(
-            http, completion_generation, model, body, writer, ignored, arrived
-        )
-    else:
-        source = "messages" if chats else "prompt"
-        chat = ChatRequest(body, body.messages, body.tools, options=body.variables, source=source)
-        made = await run_on_text_thread(http, chat_generation, model, chat, writer, ignored)
-    made.media = "application/x-ndjson"
-    return made
-
-
-async def embed(http: HttpRequest) -> Response:
-    """POST /api/embed and, for one text, /api/embeddings."""
-    body, ignored, model = await receive(http, Embed)
-    work = embeddings.embed(model, body.input, body.dimensions)
-    vectors, tokens = await while_connected(http, work)
-
-    def response() -> Response:
-        """Thousands of vectors take a second to write."""
-        found = [vector.tolist() for vector in vectors]
-        made = {"model": body.model or model.name, "embeddings": found, "prompt_eval_count": tokens}
-        if http.url.path == "/api/embeddings":
-            made = {"embedding": found[0]}
-        return JSONResponse(made, headers=report(ignored))
-
-    return await model.server.on_text_thread(response)
+    source = "messages" if chats else "prompt"
+    asked = ChatRequest(body.messages, body.tools, options=body.variables, source=source)
+    return await run_on_text_thread(http, chat_generation, made, asked)
 
 
 async def _load(http: HttpRequest, model: Model, keep: str) -> Json:

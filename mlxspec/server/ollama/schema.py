@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, Count, Items, Strict
+from mlxspec.server.body import FIRST, MAX_ITEMS, Items
 from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
-from mlxspec.server.openai.schema import MAX_INPUTS, Common
+from mlxspec.server.openai.schema import Common
 from mlxspec.text.messages import listed
 
 
@@ -27,7 +27,6 @@ def _turn(message: Any) -> Any:
 class Chat(Common):
     """The body of /api/chat, and of /api/show, which reads `model` alone."""
 
-    alternatives: ClassVar[None] = None  # no log-probabilities
     parallel_tool_calls: ClassVar[bool] = True
 
     model: str | None = Field(None, validation_alias=AliasChoices("model", "name"))
@@ -57,7 +56,7 @@ class Chat(Common):
     @property
     def format(self) -> Format | None:
         schema = OBJECT if self.form == "json" else self.form
-        return Format("schema", "format", schema) if schema else None
+        return Format("format", schema) if schema else None
 
     @property
     def variables(self) -> Json:
@@ -91,17 +90,3 @@ class Generate(Chat):
     def plain(self) -> bool:
         """Whether the template is not applied."""
         return bool(self.suffix or (self.raw and self.prompt))
-
-    @property
-    def prompts(self) -> list[str]:
-        return [self.prompt]
-
-
-class Embed(Strict):
-    """The body of /api/embed and of /api/embeddings, which has a `prompt`."""
-
-    model: str | None = None
-    input: Annotated[
-        list[str], FIRST, BeforeValidator(listed), Field(min_length=1, max_length=MAX_INPUTS)
-    ] = Field(validation_alias=AliasChoices("input", "prompt"))
-    dimensions: Count | None = None

@@ -3,14 +3,15 @@
 Rule: each line has the fields of the whole body; the last one has its counts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from mlxspec.server.errors import ApiError, Json
-from mlxspec.server.stream import ENCODER, Choice, Choices, Piece, Usage
+from mlxspec.server.stream import ENCODER, Choice, Choices, Piece, Usage, texts
 from mlxspec.text.output_parser import Call
 from mlxspec.text.tool_calls import as_object
+
+NOTHING = Piece()
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class LineWriter:
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         if not any(part.ends or not part.call for part in piece.parts):
             return b""
-        return _encoded(self.line([piece]))
+        return _encoded(self.line(piece))
 
     def still_here(self) -> bytes:
         return _encoded(self.line())
@@ -39,21 +40,15 @@ class LineWriter:
         return _encoded({"error": error.message})
 
     def body(self, choices: Choices, usage: Usage) -> Json:
-        return self.line(choices[0].pieces) | _end(choices[0], usage)
+        return self.line(choices[0].whole) | _end(choices[0], usage)
 
-    def line(self, pieces: Sequence[Piece] = ()) -> Json:
-        """What some pieces add to the answer."""
-        texts = {"content": "", "reasoning": "", "call": ""}
-        calls = []
-        for piece in pieces:
-            for part in piece.parts:
-                texts[part.kind] += part.text
-                if part.call and part.ends:
-                    calls.append(_call(part.call))
-        said: Json = {"content" if self.chat else "response": texts["content"]}
-        if texts["reasoning"]:
-            said["thinking"] = texts["reasoning"]
-        if calls:
+    def line(self, piece: Piece = NOTHING) -> Json:
+        """What a piece adds to the answer."""
+        text, parts = texts(piece), piece.parts
+        said: Json = {"content" if self.chat else "response": text["content"]}
+        if text["reasoning"]:
+            said["thinking"] = text["reasoning"]
+        if calls := [_call(part.call) for part in parts if part.call and part.ends]:
             said["tool_calls"] = calls
         if self.chat:
             said = {"message": {"role": "assistant", **said}}

@@ -2,7 +2,6 @@
 the engine's requests."""
 
 import secrets
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -24,82 +23,58 @@ from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.server.stream import Choice
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.fim import FORMS, fill_in_middle
-from mlxspec.types import Request
+from mlxspec.text.messages import listed
 
-KINDS: dict[str, type[Completion]] = {
-    "/fim/completions": Fill,
-    "/infill": Infill,
-}  # of bodies, by path
+# Of bodies, by path.
+KINDS: dict[str, type[Completion]] = {"/fim/completions": Fill, "/infill": Infill}
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Chat)
     effort = body.reasoning_effort or body.reasoning.effort
     options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
-    request = ChatRequest(
-        body,
-        body.messages,
-        body.tools,
-        body.choice,
-        options=options,
-        budget=body.reasoning.max_tokens,
-    )
+    budget = body.reasoning.max_tokens
+    asked = ChatRequest(body.messages, body.tools, body.choice, options=options, budget=budget)
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
     writer.legacy = bool(body.functions)
-    return await run_on_text_thread(http, chat_generation, model, request, writer, ignored)
+    made = Generation(model, body, writer, ignored)
+    return await run_on_text_thread(http, chat_generation, made, asked)
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
-    arrived = time.monotonic()
     kind = KINDS.get(http.scope["path"].removeprefix("/v1"), Completion)
     body, ignored, model = await receive(http, kind)
     if body.echo and body.logprobs is not None:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     writer = CompletionWriter(model, body, kind is Fill, f"cmpl-{secrets.token_hex(12)}")
-    return await run_on_text_thread(
-        http, completion_generation, model, body, writer, ignored, arrived
-    )
+    made = Generation(model, body, writer, ignored)
+    return await run_on_text_thread(http, completion_generation, made)
 
 
-def completion_generation(
-    model: Model,
-    body: Any,
-    writer: Any,
-    ignored: list[str],
-    arrived: float,
-) -> Generation:
-    """On the text thread. Raises RejectedRequest and ApiError."""
-    requests: list[Request] = []
-    choices: list[Choice] = []
+def completion_generation(made: Generation) -> Generation:
+    """The response, ready to answer; on the text thread. Raises RejectedRequest and ApiError."""
+    model, body = made.model, made.body
+    writer: Any = made.writer
     name = writer.id
-    for prompt in body.prompts:
+    for prompt in listed(body.prompt):
         text, ends = prompt, frozenset[int]()
         if body.suffix or isinstance(body, Fill):
             text, ends = _gap(model, body, prompt)
         ids = encode_prompt(model, text) if isinstance(text, str) else text
         request = engine_request(model, body, name, ids, "prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
-        requests.append(request)
-        name = f"{writer.id}-{len(requests)}"
+        made.requests.append(request)
+        name = f"{writer.id}-{len(made.requests)}"
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
-            choices.append(Choice(len(choices), reader))
+            made.choices.append(Choice(len(made.choices), request, reader))
             if body.echo:
                 text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
                 writer.echoes.append(text)
-    return Generation(
-        model,
-        requests,
-        choices,
-        writer,
-        body.stream,
-        ignored,
-        arrived,
-        progress=body.return_progress or body.stream_options.include_progress,
-    )
+    return made
 
 
-def _gap(model: Model, body: Completion, prefix: str | list[int]) -> tuple[str, frozenset[int]]:
+def _gap(model: Model, body: Any, prefix: str | list[int]) -> tuple[str, frozenset[int]]:
     """The prompt for what stands between `prefix` and the suffix, and what ends it. Raises
     ApiError."""
     form, file, ends = fill_in_middle(model.tokenizer)
@@ -109,8 +84,10 @@ def _gap(model: Model, body: Completion, prefix: str | list[int]) -> tuple[str, 
     if not isinstance(prefix, str):
         raise invalid("prompt", "prompt has token ids; with a suffix, send it as text")
     text = ""
-    if isinstance(body, Fill) and body.input_extra:
+    if isinstance(body, Fill):
+        prefix = body.input_prefix + prefix
         for other in body.input_extra:
             text += f"{file}{other.filename}\n{other.text}\n"
-        text += f"{file}\n"  # the name of the file with the gap is not known
+        if text:
+            text += f"{file}\n"  # the name of the file with the gap is not known
     return text + form.format(prefix=prefix, suffix=body.suffix), ends

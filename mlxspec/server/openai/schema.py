@@ -63,9 +63,19 @@ UNSUPPORTED: Json = {
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = dict[Annotated[Token, Field(strict=False)], Bias]
-Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
 BUDGET = Field(default=UNLIMITED, ge=0)  # of tokens
 Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]  # alternatives for each token
+
+
+def _listed_ids(value: Any) -> Any:
+    match value:
+        case [int(), *_]:
+            return [value]
+    return value
+
+
+ONE_OR_MORE = BeforeValidator(_listed_ids)  # token ids become a list of one prompt
+Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
 
 
 def _few(value: Any) -> Any:
@@ -105,13 +115,10 @@ class Prediction(Strict):
     type: Literal["content"]
     content: Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS), TEXT_PART]
 
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
 
 class Common(Strict):
-    """The fields that all endpoints share which generate."""
+    """The fields that all endpoints share which generate. `alternatives`, here and below, is the
+    number of top log-probabilities for each token; None if none are wanted."""
 
     unsupported: ClassVar[Json] = UNSUPPORTED
 
@@ -144,6 +151,10 @@ class Common(Strict):
         """The most tokens to generate."""
         return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
+    @property
+    def alternatives(self) -> int | None:
+        return None
+
 
 class Function(Strict):
     name: str
@@ -169,9 +180,6 @@ def _name(tool: Any) -> Any:
 
 
 class Chat(Common):
-    """`alternatives`, here and below, is the number of top log-probabilities for each token; None
-    if none are wanted."""
-
     messages: Annotated[Items, Field(min_length=1), READABLE]
     logprobs: bool = False
     top_logprobs: Tops | None = None
@@ -225,29 +233,24 @@ class Chat(Common):
         if self.grammar is not None:
             if given.type != "text":
                 raise invalid("grammar", "grammar with response_format: send one of them")
-            return Format("lark", "grammar", self.grammar)
+            return Format("grammar", self.grammar, lark=True)
         if given.type == "json_object":
-            return Format("schema", "response_format", OBJECT)
+            return Format("response_format", OBJECT)
         if given.type == "json_schema":
-            schema = given.json_schema.value
-            return Format("schema", "response_format.json_schema.schema", schema)
+            return Format("response_format.json_schema.schema", given.json_schema.value)
         return None
 
 
 class Completion(Common):
-    prompt: (
-        Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | str
-    )
+    """`prompt` is a text, or a list of texts and token ids."""
+
+    prompt: Annotated[
+        Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | str,
+        ONE_OR_MORE,
+    ]
     suffix: str = ""  # what comes after an answer
     echo: bool = False  # an answer begins with its prompt
     logprobs: Tops | None = None
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """All prompts, each as text or as token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
 
     @property
     def alternatives(self) -> int | None:
@@ -263,33 +266,34 @@ class Fill(Completion):
     """Mistral's /v1/fim/completions: an answer stands before the suffix, also before an empty
     one."""
 
+    prompt: str
     echo: Literal[False] = False
+    input_prefix: str = ""  # what the prompt continues
     input_extra: Annotated[list[File], FIRST] = Field([], max_length=MAX_PARTS)
 
 
 class Infill(Fill):
-    """llama.cpp's /infill. `prompt` continues the prefix. `n_predict` -1: no limit; 0: only read
-    the prompt, which here generates one token."""
+    """llama.cpp's /infill. `n_predict` -1: no limit; 0: only read the prompt, which here generates
+    one token."""
 
     n: Literal[1] = 1
     stream: Literal[False] = False
     prompt: str = ""
-    input_prefix: str = ""
     suffix: str = Field("", alias="input_suffix")
     n_predict: int = -1
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        return [self.input_prefix + self.prompt]
 
     @property
     def limit(self) -> int | None:
         return None if self.n_predict < 0 else max(1, self.n_predict)
 
 
-class Embeddings(Completion):
-    prompt: (
-        Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_INPUTS)] | Ids | str
-    ) = Field(alias="input")
+class Embeddings(Strict):
+    """`input` is like a completion's prompt; Ollama's older endpoint calls it so."""
+
+    model: str | None = None
+    input: Annotated[
+        Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_INPUTS)] | str,
+        ONE_OR_MORE,
+    ] = Field(validation_alias=AliasChoices("input", "prompt"))
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None

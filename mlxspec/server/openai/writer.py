@@ -4,14 +4,13 @@ Rule: each piece of an answer is written once, by the same code for a body and f
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.openai.schema import Chat, Completion, Infill
 from mlxspec.server.state import Model
-from mlxspec.server.stream import Choice, Choices, Piece, Usage, event, message
+from mlxspec.server.stream import Choice, Choices, Piece, Usage, event, message, texts
 from mlxspec.text.detokenizer import token_bytes
 from mlxspec.text.output_parser import Part
 from mlxspec.types import Logprob
@@ -44,12 +43,12 @@ class CompletionWriter:
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         empty: Any = {} if self.chat else ""
-        contents: list[Any] = [_delta(choice, part) for part in piece.parts]
-        if not self.chat and piece.text:
-            contents = [piece.text]
+        contents = []
+        for part in piece.parts:
+            contents.append(_delta(choice, part) if self.chat else part.text)
         logprobs = None
         if piece.logprobs:
-            logprobs = self._logprobs([piece])
+            logprobs = self._logprobs(piece)
             contents = contents or [empty]
         data = b""
         for content in contents:
@@ -65,7 +64,7 @@ class CompletionWriter:
     def closing(self, choices: Choices, usage: Usage) -> bytes:
         if not self.request.stream_options.include_usage:
             return DONE
-        return event({**self._head(".chunk"), "choices": [], "usage": usage_object(usage)}) + DONE
+        return event(self._head(".chunk", choices=[], usage=usage_object(usage))) + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
@@ -73,7 +72,7 @@ class CompletionWriter:
     def body(self, choices: Choices, usage: Usage) -> Json:
         if isinstance(self.request, Infill):
             return {
-                "content": "".join(piece.text for piece in choices[0].pieces),
+                "content": texts(choices[0].whole)["content"],
                 "stop": True,
                 "tokens_predicted": usage.generated,
                 "tokens_evaluated": usage.prompt,
@@ -81,60 +80,45 @@ class CompletionWriter:
             }
         written = []
         for choice in choices:
-            made: Json = {"index": choice.index}
-            if self.chat:
-                made["message"] = {**message(choice), "refusal": None}
-            else:
-                prompt = self.echoes[choice.index] if self.echoes else ""
-                made["text"] = prompt + "".join(piece.text for piece in choice.pieces)
-            made["logprobs"] = self._logprobs(choice.pieces)
-            made["finish_reason"] = _finish_reason(choice)
-            written.append(self._spelled(made))
-        return {**self._head(), "choices": written, "usage": usage_object(usage)}
+            said: Any = {**message(choice), "refusal": None}
+            if not self.chat:
+                said = texts(choice.whole)["content"]
+            if self.echoes:
+                said = self.echoes[choice.index] + said
+            logprobs = self._logprobs(choice.whole)
+            finish = _finish_reason(choice)
+            written.append(self._choice(choice.index, said, logprobs, finish, "message"))
+        return self._head(choices=written, usage=usage_object(usage))
 
-    def _head(self, chunk: str = "") -> Json:
-        kind = "text_completion"
-        if self.chat:
-            kind = f"chat.completion{chunk}"
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model.name,
-        }
+    def _head(self, chunk: str = "", **fields: Any) -> Json:
+        kind = f"chat.completion{chunk}" if self.chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
+        return {**head, **fields}
 
     def _chunk(
         self, index: int, content: Any, logprobs: Json | None = None, finish: str | None = None
     ) -> bytes:
-        choice = {
-            "index": index,
-            "delta" if self.chat else "text": content,
-            "logprobs": logprobs,
-            "finish_reason": finish,
-        }
-        data = {**self._head(".chunk"), "choices": [self._spelled(choice)]}
+        data = self._head(".chunk", choices=[self._choice(index, content, logprobs, finish)])
         if self.request.stream_options.include_usage:
             data["usage"] = None
         return event(data)
 
-    def _spelled(self, choice: Json) -> Json:
+    def _choice(
+        self, index: int, said: Any, logprobs: Json | None, finish: str | None, key: str = "delta"
+    ) -> Json:
         """A choice of a body or chunk, in the form that the request has."""
         if self.legacy:
-            said = choice.get("message") or choice["delta"]
             if calls := said.pop("tool_calls", None):
                 said["function_call"] = calls[0]["function"]
-            if choice["finish_reason"] == "tool_calls":
-                choice["finish_reason"] = "function_call"
-        return choice
+            if finish == "tool_calls":
+                finish = "function_call"
+        made = {"index": index, key if self.chat else "text": said}
+        return {**made, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
+    def _logprobs(self, piece: Piece) -> Json | None:
         if self.request.alternatives is None:
             return None
-        content: list[Json] = []
-        starts: list[int] = []
-        for piece in pieces:
-            content += [self._entry(lp) for lp in piece.logprobs]
-            starts += piece.starts
+        content = [self._entry(lp) for lp in piece.logprobs]
         if self.chat:
             return {"content": content, "refusal": None}
         tops = []
@@ -144,7 +128,7 @@ class CompletionWriter:
             "tokens": [entry["token"] for entry in content],
             "token_logprobs": [entry["logprob"] for entry in content],
             "top_logprobs": tops,
-            "text_offset": starts,
+            "text_offset": piece.starts,
         }
 
     def _entry(self, lp: Logprob) -> Json:
@@ -185,4 +169,4 @@ def usage_object(usage: Usage) -> Json:
 
 
 def _finish_reason(choice: Choice) -> str | None:
-    return "tool_calls" if choice.calls and choice.finish == "stop" else choice.finish
+    return "tool_calls" if choice.called else choice.finish

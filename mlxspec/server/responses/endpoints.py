@@ -22,7 +22,8 @@ from mlxspec.server.chat_request import (
     template_options,
 )
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.responses.schema import Create, chat_messages, toolbox
+from mlxspec.server.generate import Generation
+from mlxspec.server.responses.schema import Create, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import Model, report, run_on_text_thread
 
@@ -31,16 +32,14 @@ MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 # Fields of the request that the response repeats, with their defaults.
 DEFAULTS: Json = {
+    **dict.fromkeys(
+        "instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key"
+        " safety_identifier user".split()
+    ),
     "background": False,
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
     "metadata": {},
     "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
     "reasoning": {"effort": None, "summary": None},
-    "safety_identifier": None,
     "service_tier": "default",
     "store": True,
     "text": {"format": {"type": "text"}},
@@ -48,7 +47,6 @@ DEFAULTS: Json = {
     "tools": [],
     "top_logprobs": 0,
     "truncation": "disabled",
-    "user": None,
 }
 
 
@@ -85,12 +83,11 @@ class Store:
         """All items up to the end of a response, oldest first. Raises ApiError 400."""
         if id is None:
             return []
-        if id not in self._stored:
-            error = _missing(id, "previous_response_id")
-            error.status, error.code = 400, "previous_response_not_found"
-            raise error
-        _, items = self.get(id)
-        return items
+        try:
+            return self.get(id)[1]
+        except ApiError as error:
+            code = "previous_response_not_found"
+            raise invalid("previous_response_id", error.message, code) from error
 
     def resolve(self, items: list[Json]) -> list[Json]:
         """The items, each item_reference replaced by the item it names. Raises ApiError 404."""
@@ -111,45 +108,41 @@ def _missing(id: str, param: str | None = None) -> ApiError:
     return ApiError(404, why, param, "not_found")
 
 
-async def input_tokens(http: HttpRequest) -> ASGIApp:
-    """The length of the prompt that /v1/responses would make of the same body."""
-    return await create(http, True)
-
-
-async def create(http: HttpRequest, counts: bool = False) -> ASGIApp:
-    """A response; with `counts` only the length of its prompt."""
+async def create(http: HttpRequest) -> ASGIApp:
+    """A response; of /v1/responses/input_tokens only the length of its prompt."""
     store: Store = http.app.state.responses
     body, ignored, model = await receive(http, Create)
     before = store.conversation(body.previous_response_id)
     items = store.resolve(body.input)
-    tools = toolbox(body)
-    messages, left_out = chat_messages(before, items)
+    tools = known_tools(body.tools, ignored)
+    messages = chat_messages(before, items, ignored)
+    ignored = [*dict.fromkeys(ignored)]
     if not messages:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     options = template_options(body.chat_template_kwargs, reasoning_effort=body.reasoning.effort)
-    request = ChatRequest(
-        body,
+    asked = ChatRequest(
         messages,
-        tools.definitions,
-        tools.choice,
+        [tool.definition for tool in tools.values()],
+        body.choice,
         options=options,
         source="input",
         budget=body.reasoning.max_tokens,
     )
-    ignored = list(dict.fromkeys(ignored + tools.ignored + left_out))
-    if counts:
-        count = await run_on_text_thread(http, prompt_length, model, request)
+    if http.url.path.endswith("/input_tokens"):
+        count = await run_on_text_thread(http, prompt_length, model, asked)
         found = {"object": "response.input_tokens", "input_tokens": count}
         return JSONResponse(found, headers=report(ignored))
     response = _response(model, body)
-    writer = ResponsesWriter(response["id"], response, tools.by_name, model.tokenizer)
+    by_name = {tool.name: tool for tool in tools.values()} | tools
+    writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
     if "reasoning.encrypted_content" in body.include:
         writer.encrypted = NOT_ENCRYPTED
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
-    return await run_on_text_thread(http, chat_generation, model, request, writer, ignored)
+    made = Generation(model, body, writer, ignored)
+    return await run_on_text_thread(http, chat_generation, made, asked)
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -193,14 +186,18 @@ async def input_items(http: HttpRequest) -> Response:
 
 
 def _stored(item: Json) -> Json:
-    """An input item with a type and an id, and a message's text as a part."""
+    """An input item with a type and an id, and its texts as parts of the types that it may have."""
     kind = item.get("type") or "message"
     item = {**item, "type": kind}
     if not isinstance(item.get("id"), str):
         item["id"] = new_id(kind)
+    text = "output_text" if item.get("role") == "assistant" else "input_text"
     if kind == "message" and isinstance(item["content"], str):
-        part = "output_text" if item["role"] == "assistant" else "input_text"
-        item["content"] = [{"type": part, "text": item["content"]}]
+        item["content"] = [{"type": "text", "text": item["content"]}]
+    for key in ("content", "output"):
+        if isinstance(item.get(key), list):
+            plain = {"text": text}  # also where content.py has put one in the place of an image
+            item[key] = [{**p, "type": plain.get(p["type"], p["type"])} for p in item[key]]
     return item
 
 

@@ -5,9 +5,8 @@ Rule: an item or a tool is used, or left out and reported in `x-mlxspec-ignored`
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -95,8 +94,6 @@ def _message(value: Any) -> Any:
 
 
 class Create(openai.Common):
-    alternatives: ClassVar[None] = None  # no log-probabilities
-
     n: Literal[1] = 1
     input: Annotated[Objects, Field(min_length=1), READABLE, BeforeValidator(_message)]
     instructions: str | None = None
@@ -119,55 +116,40 @@ class Create(openai.Common):
         return value
 
     @property
+    def choice(self) -> str | Json:
+        """The tool choice of a ChatRequest."""
+        choice = self.tool_choice
+        return {"name": choice.full_name} if isinstance(choice, Tool) else choice
+
+    @property
     def format(self) -> Format | None:
         given = self.text.format
         if given.type == "json_object":
-            return Format("schema", "text.format", OBJECT)
+            return Format("text.format", OBJECT)
         if given.type == "json_schema":
-            return Format("schema", "text.format.schema", given.value)
+            return Format("text.format.schema", given.value)
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Toolbox:
-    """The tools and the tool choice in chat form; `by_name` has each tool by its full name, and by
-    its own name where no other tool has that as its full name."""
-
-    definitions: list[Json]
-    by_name: Mapping[str, Tool]
-    choice: str | Json
-    ignored: list[str]
-
-
-def toolbox(body: Create) -> Toolbox:
-    """Raises ApiError."""
-    ignored: list[str] = []
-    tools = {tool.full_name: tool for tool in _tools(body.tools, "tools", None, ignored)}
-    by_name = {tool.name: tool for tool in tools.values()} | tools
-    choice = body.tool_choice
-    return Toolbox(
-        [tool.definition for tool in tools.values()],
-        by_name,
-        {"name": choice.full_name} if isinstance(choice, Tool) else choice,
-        ignored,
-    )
-
-
-def _tools(
-    tools: Sequence[Json], at: str, namespace: str | None, ignored: list[str]
-) -> Iterator[Tool]:
-    """The known tools; the types of unknown ones go to `ignored`."""
+def known_tools(
+    tools: Sequence[Json], ignored: list[str], at: str = "tools", namespace: str | None = None
+) -> dict[str, Tool]:
+    """The known tools by their full names; the types of unknown ones go to `ignored`. Raises
+    ApiError."""
+    known: dict[str, Tool] = {}
     for i, given in enumerate(tools):
         here, kind = f"{at}[{i}]", given.get("type")
         if kind == "namespace" and namespace is None:
             space = validate(Namespace, given, here)
-            yield from _tools(space.tools, f"{here}.tools", space.name, ignored)
+            known |= known_tools(space.tools, ignored, f"{here}.tools", space.name)
         elif kind in ("function", "custom"):
-            yield validate(Tool, {**given, "namespace": namespace}, here)
+            tool = validate(Tool, {**given, "namespace": namespace}, here)
+            known[tool.full_name] = tool
         elif not isinstance(kind, str) or kind in HOSTED_TOOLS:
             raise wrong(here, given, "run the tool yourself and send it as a function")
         else:
             ignored.append(f"tools[].{kind}")
+    return known
 
 
 class Part(Strict):
@@ -235,11 +217,11 @@ def _text(parts: Sequence[Part], gap: str = "") -> str:
     return gap.join(part.text + part.refusal for part in parts)
 
 
-def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[Json], list[str]]:
-    """The items of earlier responses and of this request as chat messages, and the types of those
-    left out. Consecutive items of the assistant become one message. Raises ApiError."""
+def chat_messages(before: Sequence[Json], items: Sequence[Json], ignored: list[str]) -> list[Json]:
+    """The items of earlier responses and of this request as chat messages; the types of those left
+    out go to `ignored`. Consecutive items of the assistant become one message. Raises ApiError."""
     messages: list[Json] = []
-    ignored, last = [], ""
+    last = ""
     for i, item in enumerate([*before, *items], -len(before)):
         at, kind = f"input[{i}]", str(item.get("type") or "message")
         if kind in HOSTED_ITEMS:
@@ -259,4 +241,4 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
         else:
             messages.append(message)
         last = key
-    return [one for one in messages if set(one) != {"role", "reasoning_content"}], ignored
+    return [one for one in messages if set(one) != {"role", "reasoning_content"}]

@@ -19,11 +19,12 @@ from mlxspec.text.tool_calls import as_object
 class ItemType:
     """How items of one type are written: the prefix of their ids, the field with the text, the name
     of the text's events. Where `part` is set, the field is a list of one part, with events of its
-    own."""
+    own, and the part's `text_key` has the text."""
 
     prefix: str
     key: str
     text_event: str
+    text_key: str
     part_event: str = ""
     part: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)  # fields of the text's events
@@ -34,6 +35,7 @@ TYPES = {
         "msg",
         "content",
         "output_text",
+        "text",
         "content_part",
         {"type": "output_text", "annotations": [], "logprobs": []},
         {"logprobs": []},
@@ -42,11 +44,12 @@ TYPES = {
         "rs",
         "summary",
         "reasoning_summary_text",
+        "text",
         "reasoning_summary_part",
         {"type": "summary_text"},
     ),
-    "function_call": ItemType("fc", "arguments", "function_call_arguments"),
-    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input"),
+    "function_call": ItemType("fc", "arguments", "function_call_arguments", "arguments"),
+    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input", "input"),
 }
 
 
@@ -65,9 +68,8 @@ class ResponsesWriter:
     _events: int = 0
     _output: list[Json] = field(default_factory=list)  # finished items
     _item: Json = field(default_factory=dict)  # the one that text is added to; empty: none
-    _at: Json = field(default_factory=dict)  # the place of its text
-    _text: list[str] = field(default_factory=list)
-    _cut: Call | None = None  # of that item, while its end has not come
+    _part: Json = field(default_factory=dict)  # what has its text: its part, or the item itself
+    _call: Call | None = None  # that item, if it is one
 
     def opening(self, usage: Usage) -> bytes:
         self._event("created", response=self.response)
@@ -80,7 +82,7 @@ class ResponsesWriter:
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         for part in piece.parts:
             if part.call is not None:
-                self._call(part, part.call)
+                self._add_call(part, part.call)
             elif part.kind == "reasoning":
                 self._add("reasoning", part.text, encrypted_content=self.encrypted)
             else:
@@ -110,8 +112,8 @@ class ResponsesWriter:
         return self._written()
 
     def body(self, choices: Choices, usage: Usage) -> Json:
-        for piece in choices[0].pieces:
-            self.chunk(choices[0], piece)
+        for part in choices[0].whole.parts:
+            self.chunk(choices[0], Piece([part]))
         self.closing(choices, usage)
         return self.response
 
@@ -132,61 +134,54 @@ class ResponsesWriter:
         form = TYPES[kind]
         if self._item.get("type") != kind:
             self._close()
-            index = len(self._output)
             head = {"type": kind, "id": new_id(kind), "status": "in_progress"}
-            self._item = {**head, **fields, form.key: [] if form.part else ""}
-            self._event("output_item.added", output_index=index, item=self._item)
-            self._at = {"output_index": index, "item_id": head["id"]}
+            self._item = self._part = {**head, **fields, form.key: [] if form.part else ""}
+            self._event("output_item.added", output_index=len(self._output), item=self._item)
             if form.part:
-                self._at[f"{form.key}_index"] = 0
-                self._event(f"{form.part_event}.added", **self._at, part={**form.part, "text": ""})
+                self._part = {**form.part, "text": ""}
+                self._text_event(f"{form.part_event}.added", part=self._part)
         if text:
-            self._text.append(text)
-            self._event(f"{form.text_event}.delta", **self._at, delta=text, **form.extra)
+            self._part[form.text_key] += text
+            self._text_event(f"{form.text_event}.delta", delta=text, **form.extra)
 
-    def _call(self, part: Part, call: Call) -> None:
+    def _add_call(self, part: Part, call: Call) -> None:
         tool = self.tools.get(call.name) or Tool(type="function", name=call.name)
         kind, text = "function_call", part.text
         if tool.type == "custom":  # which argument is the text is only known at its end
             kind, text = "custom_tool_call", ""
-            if part.ends:
-                text = plain_input(call.arguments)
         fields = {"call_id": call.id, "name": tool.name}
         if tool.namespace:
             fields["namespace"] = tool.namespace
         self._add(kind, text, **fields)
-        self._cut = call
+        self._call = call
         if part.ends:
-            self._cut = None
-            self._close()
+            self._close(ended=True)
 
-    def _close(self, status: str = "completed") -> None:
-        """End the open item, if there is one."""
-        if not self._item:
-            return
-        item, text = self._item, "".join(self._text)
-        form = TYPES[item["type"]]
-        if self._cut:
-            status = "incomplete"
-            if item["type"] == "custom_tool_call":
-                text = plain_input(self._cut.arguments)
-                self._event(f"{form.text_event}.delta", **self._at, delta=text, **form.extra)
-            self._cut = None
-        self._event(
-            f"{form.text_event}.done",
-            **self._at,
-            **{"text" if form.part else form.key: text},
-            **form.extra,
-        )
-        item |= {"status": status, form.key: text}
+    def _text_event(self, kind: str, **fields: object) -> None:
+        """An event of the open item's text."""
+        form = TYPES[self._item["type"]]
+        at = {"output_index": len(self._output), "item_id": self._item["id"]}
         if form.part:
-            part = {**form.part, "text": text}
-            self._event(f"{form.part_event}.done", **self._at, part=part)
-            item[form.key] = [part]
+            at[f"{form.key}_index"] = 0
+        self._event(kind, **at, **fields)
+
+    def _close(self, status: str = "completed", ended: bool = False) -> None:
+        """End the open item, if there is one. A call that has not `ended` is incomplete."""
+        item, call = self._item, self._call
+        if not item:
+            return
+        form = TYPES[item["type"]]
+        if call and item["type"] == "custom_tool_call":
+            self._add(item["type"], plain_input(call.arguments))
+        text = {form.text_key: self._part[form.text_key]}
+        self._text_event(f"{form.text_event}.done", **text, **form.extra)
+        if form.part:
+            self._text_event(f"{form.part_event}.done", part=self._part)
+            item[form.key] = [self._part]
+        item["status"] = "incomplete" if call and not ended else status
         self._event("output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
-        self._item = {}
-        self._text.clear()
+        self._item, self._call = {}, None
 
     def _reasoning_tokens(self, ids: Sequence[int]) -> int:
         """Tokens up to the end of the reasoning, or all of them if no token ends it."""

@@ -194,6 +194,13 @@ async def test_why_an_answer_ended(make: Make) -> None:
     assert await end("hello world", stop_sequences=["nothing", " wor"]) == ("stop_sequence", " wor")
     assert await end(CALL, tools=[LOOK]) == ("tool_use", None)
     assert await end(CALL, tools=[LOOK], max_tokens=10) == ("max_tokens", None)
+    stop = {"stop_sequences": ["/é"], "tools": [LOOK]}
+    assert await end(CALL, **stop) == ("stop_sequence", "/é")
+    assert await end(CALL + CALL.replace("/é", "a"), **{**stop, "stop_sequences": ['a"']}) == (
+        "stop_sequence",
+        'a"',
+    )
+    assert await end(CALL + "and on", **{**stop, "stop_sequences": ["on"]}) == ("tool_use", None)
     assert await end(CALL, tools=[LOOK], tool_choice={"type": "none"}) == ("end_turn", None)
     assert await end(CALL) == ("end_turn", None)
 
@@ -282,9 +289,9 @@ async def test_a_schema_for_the_answer_is_passed_on(
 ) -> None:
     asked: list[Any] = []
 
-    def chat_generation(model: Any, ask: Any, *rest: Any) -> Any:
-        asked.append(ask.body.format)
-        return real(model, ask, *rest)
+    def chat_generation(made: Any, ask: Any) -> Any:
+        asked.append(made.body.format)
+        return real(made, ask)
 
     real = endpoints.chat_generation
     monkeypatch.setattr(endpoints, "chat_generation", chat_generation)
@@ -292,7 +299,7 @@ async def test_a_schema_for_the_answer_is_passed_on(
     form = {"type": "json_schema", "schema": schema}
     await ask(make(), output_config={"format": form, "effort": "high"}, stream=True, tools=[])
     await ask(make(), output_config={"effort": "high"})
-    assert asked == [Format("schema", "output_config.format.schema", schema), None]
+    assert asked == [Format("output_config.format.schema", schema), None]
 
 
 async def test_ignored_fields_are_reported(tokenizer: Any, model_dir: Path) -> None:
@@ -348,6 +355,18 @@ async def test_an_answer_is_continued(make: Make, thinking: bool) -> None:
     assert (
         s.engine.tokenizer.decode(s.engine.submitted[1].prompt).count(PREFIX + " 42 {<|im_end") == 1
     )
+
+
+async def test_a_turn_that_ends_in_what_was_left_out_is_not_continued(make: Make) -> None:
+    """As of a server tool that paused."""
+    s = make()
+    use = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    for blocks in ([use], [{"type": "text", "text": "I search."}, use]):
+        turn = {"role": "assistant", "content": blocks}
+        answer = await ask(s, messages=[*MESSAGES, turn])
+        assert answer.headers["x-mlxspec-ignored"] == "content[].server_tool_use"
+        said = s.engine.tokenizer.decode(s.engine.submitted[-1].prompt)
+        assert said.count("<|im_start|>assistant") == 2
 
 
 async def test_an_answer_that_was_begun_has_no_format(make: Make) -> None:

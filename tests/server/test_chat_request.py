@@ -334,6 +334,26 @@ async def test_a_call_cut_by_max_tokens_is_a_partial_call(
     assert ARGUMENTS.startswith(arguments)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "stop", "finish"),
+    [
+        (LONG, "you, hello", "stop"),
+        (CALL + LONG, "you, hello", "stop"),
+        (LONG + "and on", "and", "tool_calls"),
+        (LONG, "</tool_call>", "tool_calls"),
+    ],
+)
+async def test_a_stop_string_that_cuts_a_call_is_why_the_answer_ended(
+    make: Callable[..., Server], said: str, stop: str, finish: str, stream: bool
+) -> None:
+    answer = await make(said).chat(tools=TOOLS, stream=stream, stop=[stop])
+    if stream:
+        assert merged(answer.events)["finish"] == finish
+    else:
+        assert answer.json["choices"][0]["finish_reason"] == finish
+
+
 async def test_the_first_call_ends_a_streamed_answer(make: Callable[..., Server]) -> None:
     s = make(LONG + LONG)
     answer = await s.chat(tools=TOOLS, stream=True, parallel_tool_calls=False)

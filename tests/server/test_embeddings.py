@@ -18,6 +18,7 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.server.embeddings import embed
 from mlxspec.text.chat import encode
+from mlxspec.types import Busy
 from tests import tiny
 from tests.server.live import live, tiny_worker
 from tests.server.scripted import Answer, Connection, server
@@ -80,7 +81,7 @@ async def test_ollamas_shapes(app: Any, tokenizer: Any) -> None:
     assert one.json["embeddings"] == [pytest.approx(truth(ids[0], dimensions=8), abs=1e-3)]
     old = await Connection(app, "/api/embeddings", {"prompt": TEXTS[0]}).answer()
     assert old.json == {"embedding": pytest.approx(truth(ids[0]), abs=1e-3)}
-    for wrong in ({"input": []}, {"input": [5]}, {}):
+    for wrong in ({"input": []}, {"input": [5.5]}, {}):
         refused = await Connection(app, "/api/embed", wrong).answer()
         assert refused.status == 400 and "input" in refused.json["error"]
 
@@ -103,6 +104,40 @@ async def test_base64_and_dimensions(app: Any, tokenizer: Any) -> None:
     answer = await ask(app, TEXTS[1], dimensions=65)
     assert answer.status == 400 and answer.error["param"] == "dimensions"
     assert "has 64" in answer.error["message"]
+
+
+async def test_too_many_dimensions_are_refused_before_the_work(
+    app: Any, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[Any] = []
+    plain = worker.submit
+    monkeypatch.setattr(worker, "submit", lambda one: submitted.append(one) or plain(one))
+    answer = await ask(app, ["a"] * 9, dimensions=65)
+    assert answer.status == 400 and len(submitted) == 2  # the first group
+
+
+async def test_fields_of_completions_are_ignored_and_named(app: Any) -> None:
+    answer = await ask(app, "a", temperature=0.5, max_tokens=3)
+    assert answer.headers["x-mlxspec-ignored"] == "temperature, max_tokens"
+
+
+async def test_a_full_queue_loses_no_work(
+    app: Any, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first vector it is an error, after that the rest waits."""
+    calls = 0
+    plain = worker.submit
+
+    def submit(request: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise Busy(0.01)  # type: ignore[arg-type]
+        return plain(request)
+
+    monkeypatch.setattr(worker, "submit", submit)
+    answer = await ask(app, ["a"] * 5)
+    assert answer.status == 200 and len(answer.json["data"]) == 5 and calls == 6
 
 
 async def test_many_beside_an_answer(app: Any, tokenizer: Any) -> None:

@@ -138,6 +138,7 @@ async def test_llama_cpp(make: Callable[..., Server], psm: tuple[Any, Path], pat
         ("/v1/completions", {"prompt": [1, 2], "suffix": "b"}, "prompt", "send it as text"),
         ("/v1/completions", {"prompt": "a", "suffix": 5}, "suffix", "suffix = 5"),
         ("/v1/fim/completions", {"suffix": "b"}, "prompt", "prompt is missing"),
+        ("/v1/fim/completions", {"prompt": ["a", "b"]}, "prompt", 'prompt = ["a", "b"]'),
         ("/v1/fim/completions", {"prompt": "a", "echo": True}, "echo", "echo = true"),
         ("/v1/fim/completions", {"prompt": "a", "random_seed": 3}, "random_seed", "leave it out"),
         ("/infill", {"input_extra": ["a"]}, "input_extra[0]", "input_extra"),

@@ -607,6 +607,15 @@ async def test_arguments_are_streamed_as_they_are_written(make: Callable[..., Se
         assert own[-1]["item"]["status"] == "completed"
 
 
+async def test_a_tools_own_name_goes_before_a_short_one(make: Callable[..., Server]) -> None:
+    """Where a model leaves out the namespace."""
+    spaces = [{"type": "namespace", "name": "n", "tools": [TOOLS[0], TOOLS[1]]}]
+    said = LONG % "f" + LONG % "patch"
+    for tools, names in (([TOOLS[0], *spaces], [None, "n"]), (spaces, ["n", "n"])):
+        body = (await ask(make(said), tools=tools)).json
+        assert [item.get("namespace") for item in body["output"]] == names
+
+
 async def test_a_custom_tools_text_comes_whole(make: Callable[..., Server]) -> None:
     found = events(await ask(make(LONG % "patch"), stream=True, tools=TOOLS))
     [piece] = [e["delta"] for e in found if kinds([e]) == ["custom_tool_call_input.delta"]]

@@ -13,9 +13,9 @@ from mlxspec.server.responses.schema import (
     HOSTED_ITEMS,
     HOSTED_TOOLS,
     Create,
-    Toolbox,
+    Tool,
     chat_messages,
-    toolbox,
+    known_tools,
 )
 
 
@@ -23,12 +23,14 @@ def body(**fields: Any) -> tuple[Create, list[str]]:
     return parse(Create, json.dumps({"input": "hello", **fields}).encode())
 
 
-def tools(*some: Any, **fields: Any) -> Toolbox:
-    return toolbox(body(tools=list(some), **fields)[0])
+def tools(*some: Any) -> tuple[dict[str, Tool], list[str]]:
+    """The known tools, and the types of the others."""
+    ignored: list[str] = []
+    return known_tools(body(tools=list(some))[0].tools, ignored), ignored
 
 
 def messages(*items: Any) -> list[dict[str, Any]]:
-    return chat_messages([], items)[0]
+    return chat_messages([], items, [])
 
 
 def refuse(does: Any, *args: Any, **kw: Any) -> ApiError:
@@ -117,10 +119,10 @@ def test_unknown_fields_are_reported() -> None:
     [
         (None, None),
         ({"type": "text"}, None),
-        ({"type": "json_object"}, Format("schema", "text.format", {"type": "object"})),
+        ({"type": "json_object"}, Format("text.format", {"type": "object"})),
         (
             {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "object"}},
-            Format("schema", "text.format.schema", {"type": "object"}),
+            Format("text.format.schema", {"type": "object"}),
         ),
     ],
 )
@@ -226,7 +228,8 @@ def test_reasoning_that_led_to_nothing_is_left_out() -> None:
 
 def test_what_hosted_tools_did_is_left_out_and_reported() -> None:
     items = [{"type": kind, "id": "x"} for kind in sorted(HOSTED_ITEMS)]
-    made, ignored = chat_messages([], [*items, said("user", "hello")])
+    ignored: list[str] = []
+    made = chat_messages([], [*items, said("user", "hello")], ignored)
     assert made == [{"role": "user", "content": "hello"}]
     assert ignored == [f"input[].{kind}" for kind in sorted(HOSTED_ITEMS)]
 
@@ -259,9 +262,8 @@ def test_what_hosted_tools_did_is_left_out_and_reported() -> None:
     ],
 )
 def test_items_that_cannot_be_read(item: Any, at: str) -> None:
-    assert (
-        refuse(chat_messages, [said("user", "earlier")], [said("user", "hello"), item]).param == at
-    )
+    items = [said("user", "hello"), item]
+    assert refuse(chat_messages, [said("user", "earlier")], items, []).param == at
 
 
 # ---- tools
@@ -270,7 +272,7 @@ def test_items_that_cannot_be_read(item: Any, at: str) -> None:
 
 def test_tools() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
-    found = tools(
+    found, ignored = tools(
         function("f", description="does", strict=False),
         {"type": "custom", "name": "patch", "description": "edits", "format": grammar},
         {"type": "web_search"},
@@ -281,24 +283,23 @@ def test_tools() -> None:
         },
         {"type": "namespace", "name": "mcp__git__", "tools": [{"type": "custom", "name": "say"}]},
     )
-    told = {tool["function"]["name"]: tool["function"] for tool in found.definitions}
-    assert list(told) == ["f", "patch", "agents__spawn", "agents__f", "mcp__git__say"]
-    assert {tool["type"] for tool in found.definitions} == {"function"}
+    assert list(found) == ["f", "patch", "agents__spawn", "agents__f", "mcp__git__say"]
+    assert {tool.definition["type"] for tool in found.values()} == {"function"}
+    told = {name: tool.definition["function"] for name, tool in found.items()}
+    assert all(name == function["name"] for name, function in told.items())
     assert told["f"] == {"name": "f", "description": "does", "parameters": {"type": "object"}}
     text = told["patch"]["parameters"]["properties"]["input"]
     assert text["type"] == "string" and text["description"].endswith('lark grammar:\nstart: "x"')
     assert "grammar" not in json.dumps(told["mcp__git__say"])
-    assert found.ignored == ["tools[].web_search", "tools[].new"]
-    known = {name: (t.type, t.name, t.namespace) for name, t in found.by_name.items()}
-    assert known["f"] == ("function", "f", None)  # a tool's own name goes before a short one
-    assert known["spawn"] == known["agents__spawn"] == ("function", "spawn", "agents")
-    assert known["say"] == ("custom", "say", "mcp__git__")
-    assert found.choice == "auto"
+    assert ignored == ["tools[].web_search", "tools[].new"]
+    known = {name: (t.type, t.name, t.namespace) for name, t in found.items()}
+    assert known["f"] == ("function", "f", None)
+    assert known["agents__spawn"] == ("function", "spawn", "agents")
+    assert known["mcp__git__say"] == ("custom", "say", "mcp__git__")
 
 
 def test_no_tools() -> None:
-    for found in (tools(), toolbox(body()[0])):
-        assert found.definitions == [] and found.choice == "auto"
+    assert body()[0].tools == [] and body()[0].choice == "auto"
 
 
 @pytest.mark.parametrize(
@@ -320,27 +321,20 @@ def test_wrong_tools(tool: Any, at: str) -> None:
 
 
 PATCH = {"type": "custom", "name": "patch"}
-SPAWN = {"type": "namespace", "name": "n", "tools": [function("f")]}
 
 
 @pytest.mark.parametrize(
-    ("value", "choice", "left"),
+    ("value", "choice"),
     [
-        ("none", "none", ["f", "patch", "n__f"]),
-        ("required", "required", ["f", "patch", "n__f"]),
-        ({"type": "function", "name": "f"}, {"name": "f"}, ["f", "patch", "n__f"]),
-        (
-            {"type": "function", "name": "f", "namespace": "n"},
-            {"name": "n__f"},
-            ["f", "patch", "n__f"],
-        ),
-        ({"type": "custom", "name": "patch"}, {"name": "patch"}, ["f", "patch", "n__f"]),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "name": "f"}, {"name": "f"}),
+        ({"type": "function", "name": "f", "namespace": "n"}, {"name": "n__f"}),
+        (PATCH, {"name": "patch"}),
     ],
 )
-def test_tool_choice(value: Any, choice: Any, left: Any) -> None:
-    found = tools(function("f"), PATCH, SPAWN, tool_choice=value)
-    assert found.choice == choice
-    assert [tool["function"]["name"] for tool in found.definitions] == (left or ["f", "patch"])
+def test_tool_choice(value: Any, choice: Any) -> None:
+    assert body(tool_choice=value)[0].choice == choice
 
 
 @pytest.mark.parametrize(
@@ -354,4 +348,4 @@ def test_tool_choice(value: Any, choice: Any, left: Any) -> None:
     ],
 )
 def test_wrong_choices(value: Any, at: str) -> None:
-    assert refuse(tools, function("f"), tool_choice=value).param == at
+    assert refuse(body, tool_choice=value).param == at

@@ -28,11 +28,18 @@ def dialect(tokenizer: Any, chat: bool = True, **body: Any) -> CompletionWriter:
     return CompletionWriter(model, request, chat, "x", 1)
 
 
+ASKED = Request("a", (1, 2, 3), 50)
+
+
 def choice(
-    tokenizer: Any, index: int = 0, stop: tuple[str, ...] = (), parts: bool = False
+    tokenizer: Any,
+    index: int = 0,
+    stop: tuple[str, ...] = (),
+    parts: bool = False,
+    request: Request = ASKED,
 ) -> Choice:
     read = OutputParser(tokenizer, (), False, str) if parts else None
-    return Choice(index, Detokenizer(tokenizer, stop, frozenset({END})), read)
+    return Choice(index, request, Detokenizer(tokenizer, stop, frozenset({END})), read)
 
 
 def events(made: bytes) -> list[Any]:
@@ -40,7 +47,11 @@ def events(made: bytes) -> list[Any]:
 
 
 def said(text: str, *rest: Any) -> Piece:
-    return Piece(text, (Part("content", text),) if text else (), *rest)
+    return Piece([Part("content", text)] if text else [], *rest)
+
+
+def text_of(piece: Piece) -> str:
+    return "".join(part.text for part in piece.parts)
 
 
 def output(tokens: list[int], **kw: Any) -> Output:
@@ -55,10 +66,10 @@ def data(chunk: bytes) -> Any:
 def test_pieces(tokenizer: Any) -> None:
     made = choice(tokenizer)
     assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == said(
-        "hello", (), (0,)
+        "hello", [], [0]
     )
     last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
-    assert last == said(" world", (), (5,), "stop")
+    assert last == said(" world", [], [5], "stop")
     assert (made.finish, made.output.cached, made.output.rounds, made.reader.count) == (
         "stop",
         3,
@@ -73,22 +84,22 @@ def test_stop_string_ends_a_choice(tokenizer: Any) -> None:
         assert made.take(output(encode(tokenizer, "hello"), finish=finish)).finish == "stop"
     made = choice(tokenizer, stop=("\ufffd",))  # completed by the flush at the end
     piece = made.take(output(encode(tokenizer, "a🦊")[:-1], finish="length"))
-    assert (piece.text, piece.finish) == ("a", "stop")
+    assert (text_of(piece), piece.finish) == ("a", "stop")
 
 
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Any) -> None:
     made = choice(tokenizer, stop=("hello world",))
-    assert made.take(output(encode(tokenizer, "hello"))) == Piece("")
-    assert made.take(output([END], finish="stop")) == said("hello", (), (0,), "stop")
+    assert made.take(output(encode(tokenizer, "hello"))) == Piece()
+    assert made.take(output([END], finish="stop")) == said("hello", [], [0], "stop")
 
 
 def test_logprobs_come_with_their_text(tokenizer: Any) -> None:
     made = choice(tokenizer, stop=("hello world",))
     hello, you = encode(tokenizer, "hello"), encode(tokenizer, "you")
     first, second = Logprob(hello[0], -1.0), Logprob(you[0], -2.0)
-    assert made.take(output(hello, logprobs=(first,))).logprobs == ()
-    assert made.take(output(you, logprobs=(second,))).logprobs == (first, second)
-    assert made.take(output([END], logprobs=(Logprob(END, -3.0),), finish="stop")).logprobs == ()
+    assert made.take(output(hello, logprobs=(first,))).logprobs == []
+    assert made.take(output(you, logprobs=(second,))).logprobs == [first, second]
+    assert made.take(output([END], logprobs=(Logprob(END, -3.0),), finish="stop")).logprobs == []
 
 
 @pytest.mark.parametrize(("finish", "status"), [("error", 500), ("abort", 503)])
@@ -100,9 +111,9 @@ def test_engine_failures(tokenizer: Any, finish: Any, status: int) -> None:
 
 def test_a_piece_without_text_makes_no_chunk(tokenizer: Any) -> None:
     made = choice(tokenizer)
-    assert dialect(tokenizer).chunk(made, Piece("")) == b""
-    assert len(events(dialect(tokenizer).chunk(made, Piece("", finish="stop")))) == 1
-    assert len(events(dialect(tokenizer).chunk(made, said("a", (), (), "stop")))) == 2
+    assert dialect(tokenizer).chunk(made, Piece()) == b""
+    assert len(events(dialect(tokenizer).chunk(made, Piece(finish="stop")))) == 1
+    assert len(events(dialect(tokenizer).chunk(made, said("a", [], [], "stop")))) == 2
 
 
 def test_chunks_are_one_line_of_utf8(tokenizer: Any) -> None:
@@ -143,17 +154,17 @@ def test_no_infinity_in_json(tokenizer: Any) -> None:
     never = Logprob(64, float("-inf"), ((65, float("-inf")),))
     for chat in (True, False):
         chunk = dialect(tokenizer, chat=chat, logprobs=True if chat else 1).chunk(
-            choice(tokenizer), said("a", (never,), (0,))
+            choice(tokenizer), said("a", [never], [0])
         )
         assert b"Infinity" not in chunk and b"-9999.0" in chunk
 
 
 def test_usage_counts_a_prompt_once(tokenizer: Any) -> None:
     requests = [Request("a", (1, 2, 3), 5, n=2), Request("b", (1,), 5, n=2)]
-    choices = [choice(tokenizer, i) for i in range(4)]
+    choices = [choice(tokenizer, i, request=requests[i // 2]) for i in range(4)]
     for i, made in enumerate(choices):
         made.take(output([64] * (i + 1), cached=i))
-    assert usage_object(usage(requests, choices)) == {
+    assert usage_object(usage(choices)) == {
         "prompt_tokens": 4,
         "completion_tokens": 10,
         "total_tokens": 14,
@@ -176,9 +187,7 @@ def speculated(tokenizer: Any, *rounds: tuple[int, int], stop: tuple[str, ...] =
 
 
 def details(*choices: Choice) -> tuple[int, int]:
-    found = usage_object(usage([Request("a", (1,), 50, n=len(choices))], choices))[
-        "completion_tokens_details"
-    ]
+    found = usage_object(usage(choices))["completion_tokens_details"]
     return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
 
 

@@ -4,6 +4,7 @@ image becomes a line that says that it was left out.
 Rule: a part becomes the same text in every turn, so that the next prompt begins with this one.
 """
 
+import re
 from base64 import b64decode
 from contextlib import suppress
 from typing import Any
@@ -17,8 +18,8 @@ UNREAD = (
     "image image_url input_image document file input_file search_result audio input_audio audio_url"
     " video video_url input_video container_upload browser_state computer_screenshot"
 ).split()
-HOSTED = ("_tool_use", "_tool_result")  # ends of the types of what another server's tools did
-MOST_CHARS = 64  # of such a type
+# A type of what another server's tools did. It is shown in the log and in the prompt.
+HOSTED = re.compile(r"\w{1,48}_tool_(use|result)")
 LEFT_OUT = " left out: this model reads text only]\n"  # the end of what stands for a part
 HOLD_PARTS = ("content", "output")  # fields of messages, items and parts
 
@@ -36,7 +37,7 @@ def _read(value: Any, left_out: list[str]) -> Any:
     match value:
         case list():
             return [_read(each, left_out) for each in value]
-        case {"type": str(kind)} if kind in UNREAD or _is_hosted(kind):
+        case {"type": str(kind)} if kind in UNREAD or HOSTED.fullmatch(kind):
             return {"type": "text", "text": _text(value, kind, left_out)}
         case dict():
             return {
@@ -44,11 +45,6 @@ def _read(value: Any, left_out: list[str]) -> Any:
                 for key, each in value.items()
             }
     return value
-
-
-def _is_hosted(kind: str) -> bool:
-    """The type is shown in the log and in the prompt, so that it must be a short name."""
-    return kind.endswith(HOSTED) and kind.isidentifier() and len(kind) <= MOST_CHARS
 
 
 def _text(part: Json, kind: str, left_out: list[str]) -> str:

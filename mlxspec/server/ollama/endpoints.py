@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import receive
-from mlxspec.server.chat_request import ChatRequest, chat_generation
+from mlxspec.server.chat_request import ChatRequest, chat_generation, template_options
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.ollama.schema import Chat, Generate
@@ -81,7 +81,7 @@ async def answer(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Chat if chats else Generate)
     writer = LineWriter(f"ollama-{secrets.token_hex(12)}", body.model or model.name, chats)
     made = Generation(model, body, writer, ignored, "application/x-ndjson")
-    if isinstance(body, Generate) and body.plain:
+    if isinstance(body, Generate) and (body.suffix or (body.raw and body.prompt)):
         strict = model.server.config.strict_content == "on"
         unread = {"format": body.form, "system": body.system, "tools": body.tools}
         for name, value in {**unread, "images": strict and body.images}.items():
@@ -92,7 +92,9 @@ async def answer(http: HttpRequest) -> ASGIApp:
         keep = str((body.model_extra or {}).get("keep_alive"))
         return JSONResponse(writer.line() | await _load(http, model, keep))
     source = "messages" if chats else "prompt"
-    asked = ChatRequest(body.messages, body.tools, options=body.variables, source=source)
+    variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
+    options = template_options(None, **{variable: body.think})
+    asked = ChatRequest(body.messages, body.tools, options=options, source=source)
     return await run_on_text_thread(http, chat_generation, made, asked)
 
 

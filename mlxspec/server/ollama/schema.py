@@ -58,12 +58,6 @@ class Chat(Common):
         schema = OBJECT if self.form == "json" else self.form
         return Format("format", schema) if schema else None
 
-    @property
-    def variables(self) -> Json:
-        """What the chat template is told of `think`."""
-        name = "reasoning_effort" if isinstance(self.think, str) else "enable_thinking"
-        return {} if self.think is None else {name: self.think}
-
 
 class Generate(Chat):
     """The body of /api/generate."""
@@ -85,8 +79,3 @@ class Generate(Chat):
                 first = {"role": "system", "content": value.get("system")}
                 return {**value, "messages": [first, turn] if first["content"] else [turn]}
         return value
-
-    @property
-    def plain(self) -> bool:
-        """Whether the template is not applied."""
-        return bool(self.suffix or (self.raw and self.prompt))

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.stream import ENCODER, Choice, Choices, Piece, Usage, texts
-from mlxspec.text.output_parser import Call
 from mlxspec.text.tool_calls import as_object
 
 NOTHING = Piece()
@@ -48,7 +47,11 @@ class LineWriter:
         said: Json = {"content" if self.chat else "response": text["content"]}
         if text["reasoning"]:
             said["thinking"] = text["reasoning"]
-        if calls := [_call(part.call) for part in parts if part.call and part.ends]:
+        calls = []
+        for call in [part.call for part in parts if part.call and part.ends]:
+            function = {"name": call.name, "arguments": as_object(call.arguments)}
+            calls.append({"id": call.id, "function": function})
+        if calls:
             said["tool_calls"] = calls
         if self.chat:
             said = {"message": {"role": "assistant", **said}}
@@ -58,11 +61,6 @@ class LineWriter:
             **said,
             "done": False,
         }
-
-
-def _call(call: Call) -> Json:
-    function = {"name": call.name, "arguments": as_object(call.arguments)}
-    return {"id": call.id, "function": function}
 
 
 def _encoded(line: Json) -> bytes:

@@ -161,9 +161,11 @@ class Function(Strict):
 
 
 class Reasoning(Strict):
-    """How much to reason: a word that a template may know, or a number of tokens."""
+    """How much to reason: a word that a template may know, or a number of tokens. `summary` has no
+    effect: it is always all of the reasoning."""
 
     effort: str | None = None
+    summary: str | None = None
     max_tokens: int = BUDGET
 
 

@@ -35,10 +35,6 @@ GAP = "\n\n"  # between two messages, or two summaries, that become one text
 Objects = Annotated[list[Json], FIRST, Field(max_length=MAX_ITEMS)]
 
 
-class Reasoning(openai.Reasoning):
-    summary: str | None = None
-
-
 class TextFormat(openai.JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
 
@@ -103,7 +99,7 @@ class Create(openai.Common):
     tools: Objects = Field([])
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
-    reasoning: Reasoning = Reasoning()
+    reasoning: openai.Reasoning = openai.Reasoning()
     text: Text = Text()
     include: Annotated[list[str], FIRST] = Field([])
     chat_template_kwargs: Json | None = None

@@ -68,6 +68,7 @@ class ResponsesWriter:
     _events: int = 0
     _output: list[Json] = field(default_factory=list)  # finished items
     _item: Json = field(default_factory=dict)  # the one that text is added to; empty: none
+    _at: Json = field(default_factory=dict)  # the place of its text
     _part: Json = field(default_factory=dict)  # what has its text: its part, or the item itself
     _call: Call | None = None  # that item, if it is one
 
@@ -136,13 +137,16 @@ class ResponsesWriter:
             self._close()
             head = {"type": kind, "id": new_id(kind), "status": "in_progress"}
             self._item = self._part = {**head, **fields, form.key: [] if form.part else ""}
-            self._event("output_item.added", output_index=len(self._output), item=self._item)
+            index = len(self._output)
+            self._event("output_item.added", output_index=index, item=self._item)
+            self._at = {"output_index": index, "item_id": head["id"]}
             if form.part:
+                self._at[f"{form.key}_index"] = 0
                 self._part = {**form.part, "text": ""}
-                self._text_event(f"{form.part_event}.added", part=self._part)
+                self._event(f"{form.part_event}.added", **self._at, part=self._part)
         if text:
             self._part[form.text_key] += text
-            self._text_event(f"{form.text_event}.delta", delta=text, **form.extra)
+            self._event(f"{form.text_event}.delta", **self._at, delta=text, **form.extra)
 
     def _add_call(self, part: Part, call: Call) -> None:
         tool = self.tools.get(call.name) or Tool(type="function", name=call.name)
@@ -157,14 +161,6 @@ class ResponsesWriter:
         if part.ends:
             self._close(ended=True)
 
-    def _text_event(self, kind: str, **fields: object) -> None:
-        """An event of the open item's text."""
-        form = TYPES[self._item["type"]]
-        at = {"output_index": len(self._output), "item_id": self._item["id"]}
-        if form.part:
-            at[f"{form.key}_index"] = 0
-        self._event(kind, **at, **fields)
-
     def _close(self, status: str = "completed", ended: bool = False) -> None:
         """End the open item, if there is one. A call that has not `ended` is incomplete."""
         item, call = self._item, self._call
@@ -174,9 +170,9 @@ class ResponsesWriter:
         if call and item["type"] == "custom_tool_call":
             self._add(item["type"], plain_input(call.arguments))
         text = {form.text_key: self._part[form.text_key]}
-        self._text_event(f"{form.text_event}.done", **text, **form.extra)
+        self._event(f"{form.text_event}.done", **self._at, **text, **form.extra)
         if form.part:
-            self._text_event(f"{form.part_event}.done", part=self._part)
+            self._event(f"{form.part_event}.done", **self._at, part=self._part)
             item[form.key] = [self._part]
         item["status"] = "incomplete" if call and not ended else status
         self._event("output_item.done", output_index=len(self._output), item=item)

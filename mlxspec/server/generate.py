@@ -108,9 +108,9 @@ class Generation:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(pause, PROGRESS_S)):
                         output = await self.queue.get()
-                if output is not None and (read := self._read(output)):
-                    data = writer.chunk(*read)
-                if comments and output is None and (row := self._row())["read"] > told:
+                if output is not None:
+                    data = writer.chunk(*self._read(output))
+                elif comments and (row := self._row())["read"] > told:
                     told = row["read"]
                     yield b": prompt %d of %d\n\n" % (told, row["prompt"])
                     if asked.return_progress or asked.stream_options.include_progress:
@@ -131,13 +131,13 @@ class Generation:
             self.outcome = "error"
             yield writer.failed(error)
 
-    def _read(self, output: Output) -> tuple[Choice, Piece] | None:
-        """Add an output to its choice; None if that had finished before."""
+    def _read(self, output: Output) -> tuple[Choice, Piece]:
+        """Add an output to its choice, unless that has finished."""
         server = self.model.server
         first = next(one.index for one in self.choices if one.request.id == output.request)
         choice = self.choices[first + output.index]
         if choice.finish is not None:
-            return None
+            return choice, Piece()
         piece = choice.take(output)
         if output.tokens:
             now = time.monotonic() - self.arrived

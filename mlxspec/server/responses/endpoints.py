@@ -26,6 +26,7 @@ from mlxspec.server.generate import Generation
 from mlxspec.server.responses.schema import Create, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import Model, report, run_on_text_thread
+from mlxspec.text.messages import listed
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 # The `encrypted_content` of reasoning, for clients that only send it back with one.
@@ -194,10 +195,10 @@ def _stored(item: Json) -> Json:
     text = "output_text" if item.get("role") == "assistant" else "input_text"
     if kind == "message" and isinstance(item["content"], str):
         item["content"] = [{"type": "text", "text": item["content"]}]
-    for key in ("content", "output"):
-        if isinstance(item.get(key), list):
-            plain = {"text": text}  # also where content.py has put one in the place of an image
-            item[key] = [{**p, "type": plain.get(p["type"], p["type"])} for p in item[key]]
+    for part in [*listed(item.get("content")), *listed(item.get("output"))]:
+        match part:
+            case {"type": "text"}:  # also where content.py has put it in the place of an image
+                part["type"] = text
     return item
 
 

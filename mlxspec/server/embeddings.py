@@ -42,15 +42,21 @@ async def create(http: HttpRequest) -> Response:
             found = [base64.b64encode(vector.astype("<f4")).decode() for vector in vectors]
         made: Json = {"embedding": found[0]}
         if http.url.path == "/api/embed":
-            made = {"model": body.model or model.name, "embeddings": found}
-            made["prompt_eval_count"] = tokens
+            made = {
+                "model": body.model or model.name,
+                "embeddings": found,
+                "prompt_eval_count": tokens,
+            }
         elif http.url.path != "/api/embeddings":
-            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-            made = {"object": "list", "model": model.name, "usage": usage}
-            made["data"] = [
-                {"object": "embedding", "index": i, "embedding": each}
-                for i, each in enumerate(found)
-            ]
+            made = {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": i, "embedding": each}
+                    for i, each in enumerate(found)
+                ],
+                "model": model.name,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
         return JSONResponse(made, headers=report(ignored))
 
     return await run_on_text_thread(http, response)

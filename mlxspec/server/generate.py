@@ -23,7 +23,10 @@ from mlxspec.server.stream import Choice, Piece, ResponseWriter
 from mlxspec.types import Busy, Output, Request
 
 PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
-STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 @dataclass(slots=True)
@@ -114,9 +117,12 @@ class Generation:
                     told = row["read"]
                     yield b": prompt %d of %d\n\n" % (told, row["prompt"])
                     if asked.return_progress or asked.stream_options.include_progress:
-                        # as llama.cpp has it, whichever the API is
-                        tells = {"total": row["prompt"], "cache": row["cached"], "processed": told}
-                        tells["time_ms"] = round(1e3 * row["seconds"])
+                        tells = {  # as llama.cpp has it, whichever the API is
+                            "total": row["prompt"],
+                            "cache": row["cached"],
+                            "processed": told,
+                            "time_ms": round(1e3 * row["seconds"]),
+                        }
                         data = stream.event({"choices": [], "prompt_progress": tells})
                 if not data and time.monotonic() - written >= pause:
                     data = writer.still_here()

@@ -82,9 +82,14 @@ async def answer(http: HttpRequest) -> ASGIApp:
     writer = LineWriter(f"ollama-{secrets.token_hex(12)}", body.model or model.name, chats)
     made = Generation(model, body, writer, ignored, "application/x-ndjson")
     if isinstance(body, Generate) and (body.suffix or (body.raw and body.prompt)):
-        strict = model.server.config.strict_content == "on"
-        unread = {"format": body.form, "system": body.system, "tools": body.tools}
-        for name, value in {**unread, "images": strict and body.images}.items():
+        unread = {
+            "format": body.form,
+            "system": body.system,
+            "tools": body.tools,
+        }
+        if model.server.config.strict_content == "on":
+            unread["images"] = body.images
+        for name, value in unread.items():
             if value:
                 raise invalid(name, f"{name} with raw or suffix: send one of them")
         return await run_on_text_thread(http, completion_generation, made)

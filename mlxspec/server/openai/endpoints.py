@@ -26,15 +26,23 @@ from mlxspec.text.fim import FORMS, fill_in_middle
 from mlxspec.text.messages import listed
 
 # Of bodies, by path.
-KINDS: dict[str, type[Completion]] = {"/fim/completions": Fill, "/infill": Infill}
+KINDS: dict[str, type[Completion]] = {
+    "/fim/completions": Fill,
+    "/infill": Infill,
+}
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Chat)
     effort = body.reasoning_effort or body.reasoning.effort
     options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
-    budget = body.reasoning.max_tokens
-    asked = ChatRequest(body.messages, body.tools, body.choice, options=options, budget=budget)
+    asked = ChatRequest(
+        body.messages,
+        body.tools,
+        body.choice,
+        options=options,
+        budget=body.reasoning.max_tokens,
+    )
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
     writer.legacy = bool(body.functions)
     made = Generation(model, body, writer, ignored)

@@ -85,15 +85,25 @@ class CompletionWriter:
                 said = texts(choice.whole)["content"]
             if self.echoes:
                 said = self.echoes[choice.index] + said
-            logprobs = self._logprobs(choice.whole)
-            finish = _finish_reason(choice)
-            written.append(self._choice(choice.index, said, logprobs, finish, "message"))
+            made = self._choice(
+                choice.index,
+                said,
+                self._logprobs(choice.whole),
+                _finish_reason(choice),
+                "message",
+            )
+            written.append(made)
         return self._head(choices=written, usage=usage_object(usage))
 
     def _head(self, chunk: str = "", **fields: Any) -> Json:
         kind = f"chat.completion{chunk}" if self.chat else "text_completion"
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
-        return {**head, **fields}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            **fields,
+        }
 
     def _chunk(
         self, index: int, content: Any, logprobs: Json | None = None, finish: str | None = None
@@ -112,8 +122,12 @@ class CompletionWriter:
                 said["function_call"] = calls[0]["function"]
             if finish == "tool_calls":
                 finish = "function_call"
-        made = {"index": index, key if self.chat else "text": said}
-        return {**made, "logprobs": logprobs, "finish_reason": finish}
+        return {
+            "index": index,
+            key if self.chat else "text": said,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
 
     def _logprobs(self, piece: Piece) -> Json | None:
         if self.request.alternatives is None:

@@ -71,7 +71,7 @@ class Message(Strict):
     @property
     def open(self) -> bool:
         """Whether it is an answer that can be continued: it ends in text, and calls nothing."""
-        *_, last = self.content or [None]
+        last = self.content[-1] if self.content else None
         text = isinstance(last, TextPart) and not last.text.endswith(LEFT_OUT)
         calls = any(isinstance(block, ToolUse) for block in self.content)
         return self.role == "assistant" and text and not calls

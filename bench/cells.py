@@ -8,27 +8,27 @@ import asyncio
 import hashlib
 import random
 import statistics
-import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from bench import http
-from bench.http import Answer, Silent, ask, chat, plain, words
+from bench.http import Answer, Silent, ask, chat, plain
 from bench.process import usage
-from bench.servers import Running
+from bench.servers import HEADS, OWN_HEAD, Running
+from bench.setting import Setting
 from bench.workloads import tasks
 from mlxspec.commands.bench import Task
 from mlxspec.text.chat import Tokenizer, encode, render_chat
+from mlxspec.text.fim import fill_in_middle
+from tests.heads.language import Language
 
-MOST_CONTEXT = 16_384  # tokens of the last turn of a session, where the window allows it
 TURNS = 10
 AROUND = 40  # tokens that the template and the answer add to a turn
 STREAMS = (1, 4, 8, 16)
-LIBRARY = ("argparse.py", "ast.py", "asyncio/tasks.py", "bdb.py", "calendar.py", "cmd.py", "csv.py")
 ATTEMPTS = 4  # prompts, until the model has more to say than fits before a client leaves
 LEAVE, AFTER = 1.5, 10.0  # seconds: when a client leaves, and how long the server is watched then
 Figures = dict[str, float]
@@ -38,49 +38,24 @@ DRAWN: dict[str, dict[str, int]] = {
     "edit": {"edits": 2},
     "humaneval": {"humaneval": 1},
     **{f"streams {n}": {"humaneval": n - n // 2, "chat": n // 2} for n in STREAMS},
+    "head chat": {"chat": 3},
+    "head code": {"humaneval": 3},
+    "head T=0.7": {"chat": 3},
 }
 TOKENS = {
     "chat": 48,
     "edit": 128,
     "humaneval": 64,
     **{f"streams {n}": 32 for n in STREAMS},
+    **dict.fromkeys(OWN_HEAD, 64),
+    "pair": 64,
+    "typing": 4,
 }  # of an answer
-
-
-@dataclass(slots=True)
-class Setting:
-    """What the workloads need to know. `seed` is of the run: prompts that no cache has seen.
-    `scale` shortens everything for a quick look; `window` is the model's, in tokens."""
-
-    tokenizer: Tokenizer
-    window: int
-    cache_dir: Path
-    seed: int
-    scale: float = 1.0
-
-    def tokens(self, count: int) -> int:
-        return max(8, int(count * self.scale))
-
-    def share(self, part: float) -> int:
-        """Tokens: a part of the window that is used, which has room for answers too."""
-        return int(
-            part * min(MOST_CONTEXT, self.window * 15 // 16) * (self.scale if self.scale < 1 else 1)
-        )
-
-    def long(self, count: int, seed: int) -> str:
-        """Text of about `count` tokens; its words are one token each in most tokenizers."""
-        per_word = len(encode(self.tokenizer, words(200, 1), special=False)) / 200
-        return words(int(count / per_word), seed)
-
-    def library(self) -> list[int]:
-        """Tokens of the standard library's sources, enough for a session."""
-        ids: list[int] = []
-        for name in LIBRARY:
-            source = (Path(sysconfig.get_paths()["stdlib"]) / name).read_text("utf-8")
-            ids += encode(self.tokenizer, source, special=False)
-            if len(ids) > MOST_CONTEXT:
-                break
-        return ids
+PROMPTS, PHRASES = 8, 12  # that a pair is asked, and of which size
+WARM = 0.8  # the temperature of a pair's second half
+KEYS = 30  # that somebody types
+BEFORE, BEHIND = 1200, 400  # tokens beside the cursor
+FILLING = "filling"  # the model, with tokens to fill in the middle
 
 
 Cell = Callable[[Running, Setting, int], Awaitable[Figures]]  # the round, from 0
@@ -90,7 +65,7 @@ async def _alone(server: Running, setting: Setting, bodies: Sequence[dict[str, A
     """One after the other."""
     before, answers = await http.metrics(server.url), []
     for body in bodies:
-        answers.append(counted(await ask(server.url, body), setting.tokenizer))
+        answers.append(counted(await ask(server, body), setting.tokenizer))
     after = await http.metrics(server.url)
     gaps = [gap for a in answers for gap in a.gaps]
     tokens = sum(a.tokens for a in answers)
@@ -103,13 +78,23 @@ async def _alone(server: Running, setting: Setting, bodies: Sequence[dict[str, A
         "tokens": tokens,
         "text_tokens": sum(map(len, texts)),
         "prompt_tokens": sum(a.prompt for a in answers),
-        "text_hash": float(hash_of("".join(a.text for a in answers))),
+        **per_round(before, after, answers),
     }
-    rounds = after.get("mlxspec_rounds_total", 0) - before.get("mlxspec_rounds_total", 0)
-    if rounds:
-        made = after["mlxspec_generated_tokens_total"] - before["mlxspec_generated_tokens_total"]
-        found["tokens_per_round"] = made / rounds
+    if not any(body["temperature"] for body in bodies):  # else chance decides
+        found["text_hash"] = float(hash_of("".join(a.text for a in answers)))
     return found
+
+
+def per_round(before: Figures, after: Figures, answers: Sequence[Answer]) -> Figures:
+    """Tokens per round, that of an answer's first token included: of mlxspec by its counters, of
+    others by what they say of an answer."""
+    rounds, made = (
+        after.get(name, 0) - before.get(name, 0)
+        for name in ("mlxspec_rounds_total", "mlxspec_generated_tokens_total")
+    )
+    if not rounds and all(a.rounds for a in answers):
+        rounds, made = sum(a.rounds + 1 for a in answers), sum(a.tokens for a in answers)
+    return {"tokens_per_round": made / rounds} if rounds else {}
 
 
 def some(workload: str, corpus: str, setting: Setting, round: int) -> list[Task]:
@@ -137,14 +122,19 @@ def body_of(task: Task, setting: Setting, tokens: int) -> dict[str, Any]:
     return plain(setting.tokenizer.decode(ids) + task.opening, tokens)
 
 
-def _tasks(workload: str, corpus: str) -> Cell:
+def _tasks(workload: str, corpus: str, temperature: float = 0) -> Cell:
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
         asked = some(workload, corpus, setting, round)
-        return await _alone(
-            server, setting, [body_of(t, setting, setting.tokens(TOKENS[workload])) for t in asked]
-        )
+        bodies = [body_of(t, setting, setting.tokens(TOKENS[workload])) for t in asked]
+        return await _alone(server, setting, [at(b, temperature, i) for i, b in enumerate(bodies)])
 
     return cell
+
+
+def at(body: dict[str, Any], temperature: float, seed: int) -> dict[str, Any]:
+    """A greedy body, drawn from all tokens where there is a temperature."""
+    warm = {"temperature": temperature, "top_p": 1.0, "seed": seed}
+    return body | warm if temperature else body
 
 
 def arrivals(count: int, mean: float, seed: int) -> list[float]:
@@ -167,7 +157,7 @@ def _streams(count: int) -> Cell:
 
         async def one(task: Task, wait: float) -> Answer:
             await asyncio.sleep(wait)
-            return await ask(server.url, body_of(task, setting, tokens))
+            return await ask(server, body_of(task, setting, tokens))
 
         began = time.perf_counter()
         answers = await asyncio.gather(*(one(t, w) for t, w in zip(asked, waits, strict=True)))
@@ -191,14 +181,14 @@ async def _prefill(server: Running, setting: Setting, round: int) -> Figures:
 
     async def running() -> None:
         while True:
-            await ask(server.url, plain(setting.long(40, seed + len(answers)), 400), answers[-1])
+            await ask(server, plain(setting.long(40, seed + len(answers)), 400), answers[-1])
             answers.append(Answer())
 
     stream = asyncio.create_task(running())
     waiting = asyncio.create_task(answers[0].started.wait())
     try:
         await asyncio.wait((stream, waiting), return_when=asyncio.FIRST_COMPLETED)
-        other = await ask(server.url, plain(setting.long(setting.share(0.25), seed), 2))
+        other = await ask(server, plain(setting.long(setting.share(0.25), seed), 2))
         seen = len(answers[-1].at), len(answers)
         while (len(answers[-1].at), len(answers)) == seen and not stream.done():
             await asyncio.sleep(0.02)  # until the gap is over that the prompt's end closes
@@ -222,8 +212,8 @@ async def _prefill(server: Running, setting: Setting, round: int) -> Figures:
 async def _first(server: Running, setting: Setting, round: int) -> Figures:
     """A prompt of half the window, new and then again."""
     prompt = setting.long(setting.share(0.5), setting.seed + 10 * round + 5)
-    cold = await ask(server.url, plain(prompt, 2))
-    hot = await ask(server.url, plain(prompt, 2))
+    cold = await ask(server, plain(prompt, 2))
+    hot = await ask(server, plain(prompt, 2))
     return {
         "cold_s": cold.first,
         "hot_s": hot.first,
@@ -231,6 +221,59 @@ async def _first(server: Running, setting: Setting, round: int) -> Figures:
         "prompt_tokens": cold.prompt,
         "cached_tokens": hot.cached,
     }
+
+
+def _pair(streams: int) -> Cell:
+    """A trained pair, greedily and then warm; every server drafts DEPTH tokens in each round."""
+
+    async def cell(server: Running, setting: Setting, round: int) -> Figures:
+        found: Figures = {}
+        for name, temperature in (("", 0.0), ("_warm", WARM)):
+            rng = random.Random(f"{setting.seed} {round} {streams}{name}")
+            texts = [Language(0).text(rng, PHRASES) for _ in range(PROMPTS)]
+            bodies = [plain(text, setting.tokens(TOKENS["pair"])) for text in texts]
+            before, began = await http.metrics(server.url), time.perf_counter()
+            answers = []
+            for first in range(0, PROMPTS, streams):
+                together = enumerate(bodies[first : first + streams])
+                answers += await asyncio.gather(
+                    *(ask(server, at(body, temperature, i)) for i, body in together)
+                )
+            took, after = time.perf_counter() - began, await http.metrics(server.url)
+            tokens = sum(counted(a, setting.tokenizer).tokens for a in answers)
+            found[f"whole_tokens_per_s{name}"] = tokens / took
+            if streams == 1 or after:  # a peer's rounds are those of its whole batch
+                rate = per_round(before, after, answers)
+                found |= {f"{metric}{name}": value for metric, value in rate.items()}
+        return found
+
+    return cell
+
+
+async def _typing(server: Running, setting: Setting, round: int) -> Figures:
+    """Somebody types in the middle of a file, and every key asks for what may come. Who knows no
+    suffix is asked with the prompt that mlxspec makes of it."""
+    form, _, _ = fill_in_middle(setting.tokenizer)
+    if not form:
+        raise ValueError("the model has no tokens to fill in the middle")
+    keys, ids = setting.tokens(KEYS), setting.library()[2000 * round :]
+    prefix, written, suffix = (
+        setting.tokenizer.decode(part)
+        for part in (ids[:BEFORE], ids[BEFORE : BEFORE + keys], ids[BEFORE + keys :][:BEHIND])
+    )
+    waits, prompt, cached = list[float](), 0, 0
+    for typed in range(keys):
+        text = prefix + written[:typed]
+        body = plain(form.format(prefix=text, suffix=suffix), TOKENS["typing"])
+        if server.server.fills:
+            body |= {"prompt": text, "suffix": suffix}
+        with suppress(Silent):
+            answer = await ask(server, body)
+            waits.append(answer.first)
+            if typed:
+                prompt, cached = prompt + answer.prompt, cached + answer.cached
+    found = {"first_key_s": waits[0], "ttft_s": statistics.median(waits[1:])}
+    return found | ({"cached_share": cached / prompt} if prompt else {})
 
 
 def turns(setting: Setting, round: int) -> Iterator[str]:
@@ -253,7 +296,7 @@ async def _session(server: Running, setting: Setting, round: int) -> Figures:
     for turn, text in enumerate(turns(setting, round), 1):
         messages.append({"role": "user", "content": text})
         try:
-            answer = await ask(server.url, chat(messages, 12))
+            answer = await ask(server, chat(messages, 12))
         except Silent:
             messages.append({"role": "assistant", "content": "I see."})
             continue
@@ -271,7 +314,7 @@ async def _disconnect(server: Running, setting: Setting, round: int) -> Figures:
     for attempt in range(ATTEMPTS):
         prompt = setting.long(40, setting.seed + 10 * round + 7 + 100 * attempt)
         try:
-            await http.leave(server.url, plain(prompt, min(1000, setting.window // 2)), LEAVE)
+            await http.leave(server, plain(prompt, min(1000, setting.window // 2)), LEAVE)
             break
         except http.Early:
             if attempt == ATTEMPTS - 1:
@@ -291,6 +334,7 @@ class Workload:
     weight: float
     every: int = 1
     settle: bool = False  # a server may be busy afterwards with what nobody waits for
+    model: str = ""  # that it is asked of: a pair's kind of head, FILLING, else the run's
 
 
 WORKLOADS = {
@@ -302,6 +346,11 @@ WORKLOADS = {
     "first token": Workload(_first, 25, settle=True),
     "session": Workload(_session, 40, every=3, settle=True),
     "disconnect": Workload(_disconnect, 14, every=1_000, settle=True),
+    "head chat": Workload(_tasks("head chat", "chat"), 15),
+    "head code": Workload(_tasks("head code", "humaneval"), 15),
+    "head T=0.7": Workload(_tasks("head T=0.7", "chat", 0.7), 15),
+    "typing": Workload(_typing, 20, model=FILLING),
+    **{f"{kind} {n}": Workload(_pair(n), 6, model=kind) for kind in HEADS for n in (1, PROMPTS)},
 }
 
 

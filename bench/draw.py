@@ -19,6 +19,8 @@ COLOURS = {
     "vllm-mlx-paged": "#7cc9a8",
     "rapid-mlx": "#8957e5",
     "rapid-mlx-suffix": "#c4a5f5",
+    "mlx-vlm": "#c9304f",
+    "mlx-vlm-apc": "#e88fa1",
 }
 OTHER, LINE = "#6b7280", "#e6e8eb"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "pad": 10}

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 
-from bench.servers import NAME
+from bench.folders import RAW
+from bench.servers import Running
 
 WORDS = """
 time year people way day man thing woman life child world school state family student group country
@@ -46,7 +47,8 @@ class Early(Refused):
 @dataclass(slots=True)
 class Answer:
     """What came: `at` is the time of each piece that holds text. `tokens` and `prompt` are as the
-    server counts them, 0 where it does not."""
+    server counts them, 0 where it does not; so are `rounds`, steps that verified drafts, of all
+    answers in its batch."""
 
     began: float = 0.0
     at: list[float] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Answer:
     tokens: int = 0
     prompt: int = 0
     cached: int = 0
+    rounds: int = 0
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -84,14 +87,22 @@ def plain(prompt: str, tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
 
 
-async def ask(url: str, body: dict[str, Any], answer: Answer | None = None) -> Answer:
+def asked(server: Running, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Where a body is sent, and as what."""
+    if server.server.chats and "prompt" in body:
+        raw = {"role": "user", "content": RAW + body["prompt"]}
+        body = {name: x for name, x in body.items() if name != "prompt"} | {"messages": [raw]}
+    return server.url + (CHAT if "messages" in body else TEXT), {"model": server.model, **body}
+
+
+async def ask(server: Running, body: dict[str, Any], answer: Answer | None = None) -> Answer:
     """The streamed answer to a body, which `answer` gets while it comes. Raises Refused."""
     answer = answer or Answer()
-    sent = {"model": NAME, **body, "stream": True, "stream_options": {"include_usage": True}}
-    path = CHAT if "messages" in body else TEXT
+    path, sent = asked(server, body)
+    sent |= {"stream": True, "stream_options": {"include_usage": True}}
     async with httpx.AsyncClient(timeout=TIMEOUT) as client:
         answer.began = time.perf_counter()
-        async with client.stream("POST", url + path, json=sent) as response:
+        async with client.stream("POST", path, json=sent) as response:
             if response.status_code != 200:
                 raise Refused(f"{path}: {response.status_code} {(await response.aread())[:300]!r}")
             async for line in response.aiter_lines():
@@ -108,6 +119,8 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
     if usage := event.get("usage"):
         answer.tokens, answer.prompt = usage["completion_tokens"], usage["prompt_tokens"]
         answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if rounds := (event.get("timings") or {}).get("draft_rounds"):
+        answer.rounds = rounds
     for choice in event.get("choices", ()):
         if piece := choice.get("text") or (choice.get("delta") or {}).get("content"):
             answer.at.append(time.perf_counter())
@@ -116,12 +129,12 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
                 answer.started.set()
 
 
-async def leave(url: str, body: dict[str, Any], after: float) -> None:
+async def leave(server: Running, body: dict[str, Any], after: float) -> None:
     """Ask for a whole answer, and hang up after `after` seconds. Raises Early where it is there by
     then."""
     async with httpx.AsyncClient(timeout=TIMEOUT) as client:
-        path = CHAT if "messages" in body else TEXT
-        request = asyncio.create_task(client.post(url + path, json={"model": NAME, **body}))
+        path, sent = asked(server, body)
+        request = asyncio.create_task(client.post(path, json=sent))
         await asyncio.wait((request,), timeout=after)
         if request.done():
             raise Early(

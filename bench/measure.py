@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -18,11 +18,15 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from bench import probes, tiny, venvs
-from bench.cells import WORKLOADS, Setting
-from bench.http import Early, Refused, ask, plain
+from bench.cells import FILLING, WORKLOADS
+from bench.folders import filling
+from bench.http import Answer, Early, Refused, ask, plain
 from bench.process import usage
 from bench.rows import ABOUT, Rows, write
-from bench.servers import Ended, Running, Server, environment, start
+from bench.servers import HEADS, Ended, Running, Server, environment, start
+from bench.setting import Setting, window_of
+from mlxspec.text.chat import load_tokenizer
+from mlxspec.text.fim import fill_in_middle
 
 IDLE = 3  # seconds over which idle servers are watched
 SETTLED = 0.2  # CPU seconds in a second: less is idle
@@ -58,16 +62,21 @@ class Run:
 
     def weight(self) -> float:
         """Of everything that is to be done, for the bar."""
-        total = len(self.servers) * self.starts * 8.0 * bool(self.workloads)
+        total = len(self.servers) * self.starts * 8.0 * ("" in self.models())
         for name, (server, _) in self.servers.items():
             for _, workload in self.plan():
                 total += WORKLOADS[workload].weight * wanted(server, workload)
             total += len(list(self.variants(name))) * PROBE_WEIGHT * bool(self.probes)
         return total
 
-    def plan(self) -> Iterator[tuple[int, str]]:
+    def plan(self, model: str | None = None) -> Iterator[tuple[int, str]]:
+        """All rounds of the workloads, or of those with this model."""
+        asked = [w for w in self.workloads if model in (None, WORKLOADS[w].model)]
         for round in range(self.rounds):
-            yield from ((round, w) for w in self.workloads if round % WORKLOADS[w].every == 0)
+            yield from ((round, w) for w in asked if round % WORKLOADS[w].every == 0)
+
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(WORKLOADS[w].model for w in self.workloads))
 
     def variants(self, name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         """How a server is probed: a name, and what turns its drafting on or off."""
@@ -76,6 +85,8 @@ class Run:
             yield "no draft", server.plain
         if server.drafted is not None:
             yield "draft", server.drafted
+        if probes.PAIR in server.heads:
+            yield "head", server.headed
 
     def say(self, what: str, advance: float = 0) -> None:
         self.bar.update(self.task, description=what, advance=advance)
@@ -87,6 +98,8 @@ PROBE_WEIGHT = 60.0
 
 
 def wanted(server: Server, workload: str) -> bool:
+    if (kind := WORKLOADS[workload].model) in HEADS:
+        return kind in server.heads
     return not server.only or workload in server.only
 
 
@@ -94,36 +107,69 @@ async def measure(run: Run, keep: Path | None = None) -> None:
     """Fills run.rows; after each turn they are written to `keep` too, in case the rest is never
     measured."""
     try:
-        for n in range(run.starts if run.workloads else 0):
-            for name in list(run.servers) if n % 2 == 0 else list(run.servers)[::-1]:
-                await _start(run, name, n)
-        if run.up:
-            await _idle(run)
-        turn = 0
-        for round, workload in run.plan():
-            names = [n for n in run.servers if wanted(run.servers[n][0], workload)]
-            for name in names if turn % 2 == 0 else names[::-1]:
-                run.say(f"round {round + 1}: {workload}, {name}")
-                await _cell(run, name, workload, round)
-                run.say("", WORKLOADS[workload].weight)
-            turn += 1
-            if keep:
-                write(keep, run.rows)
-        _memory(run)
+        for model in run.models():
+            await (_others(run, model) if model else _own(run))
+            await _rounds(run, model, keep)
+            if not model:
+                _memory(run)
+            _end(run)
     finally:
-        for server in run.up.values():
-            server.end()
-        run.up.clear()
+        _end(run)
     if not run.probes:
         return
-    truth = probes.Truth()
-    tiny.save(run.scratch / "tiny", truth.model)
-    tiny.save(run.scratch / "draft", truth.model, noise=0.1)
-    cells = list(probes.cells(truth, run.probes))
+    probed = probes.probed(run.scratch, run.probes)
     for name in run.servers:
-        await _probe(run, name, cells)
+        await _probe(run, name, probed)
         if keep:
             write(keep, run.rows)
+
+
+def _end(run: Run) -> None:
+    for server in run.up.values():
+        server.end()
+    run.up.clear()
+
+
+async def _rounds(run: Run, model: str, keep: Path | None) -> None:
+    """The workloads with this model, of the servers that are up."""
+    folder, own = place(run, model)[0], run.setting
+    if model:
+        own = replace(own, tokenizer=load_tokenizer(folder), window=window_of(folder))
+    for turn, (round, workload) in enumerate(run.plan(model)):
+        names = [n for n in run.servers if wanted(run.servers[n][0], workload)]
+        for name in names if turn % 2 == 0 else names[::-1]:
+            run.say(f"round {round + 1}: {workload}, {name}")
+            await _cell(run, name, workload, round, own)
+            run.say("", WORKLOADS[workload].weight)
+        if keep:
+            write(keep, run.rows)
+
+
+def place(run: Run, model: str) -> tuple[Path, Path | None]:
+    """Folders of what a workload names as its model, and of the head that drafts for it."""
+    if model in HEADS:
+        return tiny.pair(model)
+    if model == FILLING and not fill_in_middle(run.setting.tokenizer)[0]:
+        return filling(run.model, run.scratch / "filling"), None
+    return run.model, None
+
+
+async def _own(run: Run) -> None:
+    """Starts the servers with the model that all is measured with."""
+    for n in range(run.starts):
+        for name in list(run.servers) if n % 2 == 0 else list(run.servers)[::-1]:
+            await _start(run, name, n)
+    if run.up:
+        await _idle(run)
+
+
+async def _others(run: Run, model: str) -> None:
+    """Starts the servers that are measured with another one."""
+    folder, head = place(run, model)
+    for name, (server, _) in run.servers.items():
+        if any(wanted(server, workload) for _, workload in run.plan(model)):
+            run.say(f"start with {model}: {name}")
+            await _up(run, name, (model, 0), folder, server.headed if head else None, head)
 
 
 async def _start(run: Run, name: str, n: int) -> None:
@@ -131,31 +177,43 @@ async def _start(run: Run, name: str, n: int) -> None:
     caches."""
     if n and name not in run.started:
         return  # it was said why when it did not
-    server, python = run.servers[name]
-    command = server.command(python, run.model, server.setting)
     run.say(f"start {n + 1}: {name}")
     run.started.discard(name)
-    try:
-        running = start(name, command, run.env, run.scratch / f"{name}.log")
-    except Ended as error:
-        run.rows.failed(name, "start", n, str(error))
-        return
-    run.up[name] = running
-    try:
-        async with asyncio.timeout(run.limit):
-            answer = await ask(running.url, plain("Once upon a time", 2))
-    except (TimeoutError, *BROKEN) as error:
-        run.rows.failed(name, "start", n, f"{type(error).__name__}: {error}")
-        _drop(run, name)
+    answer = await _up(run, name, ("start", n), run.model)
+    if answer is None:
         return
     run.started.add(name)
-    took, again = answer.at[0] - running.began, n - (run.starts > 1)
+    took, again = answer.at[0] - run.up[name].began, n - (run.starts > 1)
     run.rows.add(
         name, "start", "first_ever_s" if again < 0 else "first_token_s", max(0, again), took
     )
     run.say("", 8)
     if n < run.starts - 1:
         run.up.pop(name).end()
+
+
+async def _up(
+    run: Run,
+    name: str,
+    row: tuple[str, int],
+    model: Path,
+    setting: Sequence[str] | None = None,
+    head: Path | None = None,
+) -> Answer | None:
+    """Its first answer, when it is up; None where there is none, which the row of this workload and
+    round says."""
+    server, python = run.servers[name]
+    log = run.scratch / f"{name} {row[0]}.log"
+    try:
+        run.up[name] = start(server, python, model, run.env, log, setting, head)
+        async with asyncio.timeout(run.limit):
+            return await ask(run.up[name], plain("Once upon a time", 2))
+    except (Ended, TimeoutError, *BROKEN) as error:
+        why = str(error) if isinstance(error, Ended) else f"{type(error).__name__}: {error}"
+        run.rows.failed(name, *row, why)
+        if name in run.up:
+            _drop(run, name)
+        return None
 
 
 async def _idle(run: Run) -> None:
@@ -167,14 +225,14 @@ async def _idle(run: Run) -> None:
         run.rows.add(name, "idle", "cpu_per_s", 0, (usage(r.process.pid).cpu - before[name]) / IDLE)
 
 
-async def _cell(run: Run, name: str, workload: str, round: int) -> None:
+async def _cell(run: Run, name: str, workload: str, round: int, setting: Setting) -> None:
     """One workload of one server; what goes wrong becomes a row."""
     if (running := run.up.get(name)) is None:
         return  # it was said why when it went
     with _beside(run, name, workload, round):
         try:
             async with asyncio.timeout(run.limit):
-                found = await WORKLOADS[workload].cell(running, run.setting, round)
+                found = await WORKLOADS[workload].cell(running, setting, round)
         except TimeoutError:
             run.rows.failed(name, workload, round, f"no end within {run.limit:.0f} s; it was ended")
             _drop(run, name)
@@ -239,21 +297,21 @@ def _drop(run: Run, name: str) -> None:
     run.up.pop(name).end()
 
 
-async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
-    """Every cell of the probes, on the tiny model, without drafts and with."""
+async def _probe(run: Run, name: str, probed: dict[str, probes.Probed]) -> None:
+    """Every cell of the probes, on the tiny models, without drafts and with."""
     server, python = run.servers[name]
     for variant, setting in run.variants(name):
         run.say(f"probes: {name}, {variant}")
+        on, log = probed[variant], run.scratch / f"{name} {variant}.log"
         try:
-            command = server.command(python, run.scratch / "tiny", setting, run.scratch / "draft")
-            running = start(name, command, run.env, run.scratch / f"{name}-probe.log")
+            running = start(server, python, on.model, run.env, log, setting, on.draft)
         except Ended as error:
             run.rows.failed(name, f"probes, {variant}", 0, str(error))
             continue
         try:
-            for cell in cells:
+            for cell in on.cells:
                 await _judge(run, name, running, cell, f"{cell.name}/{variant}")
-                run.say(f"probes: {name}, {variant}", PROBE_WEIGHT / len(cells))
+                run.say(f"probes: {name}, {variant}", PROBE_WEIGHT / len(on.cells))
                 if cell.batch == "joining":
                     await settle(
                         running

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from bench.cells import DRAWN, MOST_CONTEXT, TOKENS, TURNS
+from bench.cells import BEFORE, BEHIND, DRAWN, KEYS, PROMPTS, TOKENS, TURNS, WARM
 from bench.goals import OURS, RIGHT, verdicts
 from bench.probes import BATCHES, LENGTHS, PREFIXES
 from bench.rows import ABOUT, FAILED, Rows, shown, spread
+from bench.servers import DEPTH, HEADS, OWN_HEAD
+from bench.setting import MOST_CONTEXT
 
 HIDDEN = {FAILED, "text_hash", "right", "asked", "tokens", "text_tokens", "others_cpu_per_s"}
 # What the README shows of every server: a name, the workload, its figure.
@@ -40,6 +42,20 @@ LEGEND = f"""\
 - **idle, disconnect**: CPU seconds in a second in which nobody asks anything, and in 10 after a client has
   left its answer.
 - **memory**: after all of it. Every server is asked while the others idle."""
+# Of workloads that not every table has, by a workload of each line.
+MORE = {
+    "head chat": f"""\
+- **{", ".join(OWN_HEAD)}**: chat and code as above, and chat at that temperature. mlxspec drafts with the head
+  of its built-in model and with copies, mlxspec-no-head with copies alone. mlx-vlm cannot draft for such a model.""",
+    "typing": f"""\
+- **typing**: {KEYS} keys in the middle of a file, and after each a prompt of about {BEFORE + BEHIND:,} tokens to fill in the
+  middle: the first token after the first key and after a later one, and how much of a later prompt was cached. Who
+  knows no `suffix` gets the same prompt ready-made. The model has borrowed its tokens for it if it has none.""",
+    f"{HEADS[0]} 1": f"""\
+- **{", ".join(HEADS)}**, and how many requests at once: the trained pairs of tests/heads, {PROMPTS} prompts, {DEPTH} tokens
+  drafted in every round by all; `_warm`: at temperature {WARM}. The models are tiny: the rounds tell about the
+  drafts, the seconds about what surrounds them.""",
+}
 GOALS_HEAD = ("goal", "bound", "compared with", "found", "")
 MEDIANS = (
     "Medians of the rounds, in brackets the least and the most where they differ; memory, idle, session,"
@@ -58,7 +74,7 @@ def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
         "## Goals",
         _table(GOALS_HEAD, goal_lines(rows)),
         "## Figures",
-        LEGEND,
+        legend(rows),
         _figures(rows),
         *(f"![{name}]({name})" for name in pictures),
         "## Right answers",
@@ -94,7 +110,7 @@ def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
         f"[All values]({at}); [the report]({at.with_suffix('.md')}) has the right and wrong answers, and"
         f" what did not work: {failures or 'nothing'}.",
         _table(GOALS_HEAD, goal_lines(rows)),
-        LEGEND,
+        legend(rows),
         _figures(rows),
         *(f"![{p.stem}]({p})" for p in pictures),
     ]
@@ -119,6 +135,11 @@ def fill(rows: Rows, file: Path, root: Path) -> list[Path]:
     return list(made)
 
 
+def legend(rows: Rows) -> str:
+    known = {r.workload for r in rows.rows}
+    return "\n".join([LEGEND, *(text for workload, text in MORE.items() if workload in known)])
+
+
 def _missed(rows: Rows) -> str:
     """Which goals were missed."""
     known = [v for v in verdicts(rows) if v.met is not None]
@@ -133,7 +154,7 @@ def goal_lines(rows: Rows) -> list[tuple[str, str, str, str, str]]:
     """All goals: text, bound, whom ours was compared with, what was found, whether it is met."""
     found = []
     for v in verdicts(rows):
-        bound = f"{'≥' if v.goal.least else '≤'} {v.goal.bound:.3g}"
+        bound = f"{v.goal.sign} {v.goal.bound:.3g}"
         peer = v.peer or v.goal.against or "-"
         found.append((v.goal.text, bound, peer, str(v.found) if v.found else "-", v.said))
     return found

@@ -7,7 +7,6 @@ a table of all values (CSV), a report (Markdown) and pictures. `make bench ARGS=
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import re
@@ -28,12 +27,12 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: E402
 
 from bench import draw, report  # noqa: E402
-from bench.cells import WORKLOADS, Setting  # noqa: E402
+from bench.cells import WORKLOADS  # noqa: E402
 from bench.measure import Run, installed, measure  # noqa: E402
 from bench.rows import ABOUT, Rows, read, write  # noqa: E402
 from bench.servers import DEFAULT, SERVERS, environment  # noqa: E402
+from bench.setting import Setting, window_of  # noqa: E402
 from mlxspec.model.hub import default_cache_dir, resolve  # noqa: E402
-from mlxspec.model.layout import context_of  # noqa: E402
 from mlxspec.text.chat import load_tokenizer  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -163,10 +162,6 @@ def finish(rows: Rows, file: Path, console: Console) -> None:
     console.print(report.goals(rows))
     for made in (file, file.with_suffix(".md"), *pictures):
         console.print(f"wrote {made}", highlight=False)
-
-
-def window_of(model: Path) -> int:
-    return context_of(json.loads((model / "config.json").read_text("utf-8")))
 
 
 def about(rows: Rows, model: Path, setting: Setting, args: argparse.Namespace) -> None:

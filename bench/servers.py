@@ -16,9 +16,10 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.folders import chatting
 from mlxspec import blas
 
 START_TIMEOUT = 180  # seconds
@@ -33,14 +34,21 @@ sys.argv[0] = function
 getattr(importlib.import_module(module), function)()
 """
 SUFFIX = json.dumps({"method": "suffix", "num_speculative_tokens": 8})
+HEADS = ("mtp", "assistant", "eagle3", "dflash", "dflash2", "dspark")  # kinds of bench/tiny.py
+OWN_HEAD = ("head chat", "head code", "head T=0.7")  # workloads of the built-in model's head
+DEPTH = 3  # tokens that every server drafts with a head in every step, where heads are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """`arguments` have {model} and {port} in them. `plain` and `drafted` are what turns its
     drafting off and on, where the probes want it so, with {draft} for a small model; None: it
-    cannot draft. `only`: the workloads that it is measured in, else all. `package`: what pip
-    installs, empty for this checkout."""
+    cannot draft. `headed`: the same for a head of the kinds `heads`. `copies`: it drafts what the
+    prompt has. `only`: the workloads that it is measured in, else all. `package`: what pip
+    installs, empty for this checkout.
+
+    `fills`: its /v1/completions knows a suffix. `chats`: it has no /v1/completions, so its model
+    gets a folder that `folders.chatting` makes."""
 
     name: str
     venv: str
@@ -50,7 +58,13 @@ class Server:
     setting: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     drafted: tuple[str, ...] | None = None
+    headed: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    copies: bool = False
     only: tuple[str, ...] = ()
+    fills: bool = False
+    chats: bool = False
+    env: tuple[tuple[str, str], ...] = ()
     size: str = "0.4 GB"
 
     def command(
@@ -79,6 +93,17 @@ VLLM = (
 )
 RAPID = ("serve", "{model}", "--port", "{port}", "--served-model-name", NAME)
 OFF = ("--speculate", "off")
+MLX_VLM = Server(
+    "mlx-vlm",
+    "mlx-vlm",
+    "mlx-vlm==0.7.10",
+    "mlx_vlm.server:main",
+    ("--model", "{model}", "--host", "127.0.0.1", "--port", "{port}", "--log-level", "WARNING"),
+    headed=("--draft-model", "{draft}", "--draft-block-size", str(DEPTH + 1)),  # with the last one
+    heads=("mtp", "assistant"),  # its llama and qwen3 hand out no hidden states to draft from
+    chats=True,
+    size="1 GB",
+)
 SERVERS = {
     s.name: s
     for s in (
@@ -90,8 +115,22 @@ SERVERS = {
             OURS,
             plain=OFF,
             drafted=("--draft", "{draft}"),
+            headed=("--draft", "{draft}", "--draft-depth", str(DEPTH)),
+            heads=HEADS,
+            copies=True,
+            fills=True,
         ),
         Server("mlxspec-plain", "mlxspec", "", "mlxspec.cli:main", OURS, setting=OFF, plain=OFF),
+        Server(
+            "mlxspec-no-head",
+            "mlxspec",
+            "",
+            "mlxspec.cli:main",
+            OURS,
+            setting=("--draft", "off"),
+            copies=True,
+            only=OWN_HEAD,
+        ),
         Server(
             "mlx_lm.server",
             "mlx-lm",
@@ -120,12 +159,23 @@ SERVERS = {
             RAPID,
             setting=("--speculative-config", SUFFIX),
             drafted=("--speculative-config", SUFFIX),
-            only=("edit", "chat", "humaneval"),
+            copies=True,
+            only=("edit", "chat", "humaneval", *OWN_HEAD),
             size="6 GB",
         ),
+        MLX_VLM,
+        replace(MLX_VLM, name="mlx-vlm-apc", env=(("APC_ENABLED", "1"),)),  # with its prefix cache
     )
 }
-DEFAULT = ("mlxspec", "mlx_lm.server", "vllm-mlx", "rapid-mlx", "rapid-mlx-suffix")
+DEFAULT = (
+    "mlxspec",
+    "mlxspec-no-head",
+    "mlx_lm.server",
+    "vllm-mlx",
+    "rapid-mlx",
+    "rapid-mlx-suffix",
+    "mlx-vlm",
+)
 
 
 class Ended(Exception):
@@ -134,14 +184,19 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class Running:
-    """A server that answers, at `url`. `began` is time.perf_counter() when its process was
-    started."""
+    """A server that answers, at `url`, to whom asks for `model`. `began` is time.perf_counter() when
+    its process was started."""
 
-    name: str
+    server: Server
     url: str
     process: subprocess.Popen[bytes]
     log: Path
     began: float
+    model: str = NAME
+
+    @property
+    def name(self) -> str:
+        return self.server.name
 
     def check(self) -> None:
         """Raises Ended where the process has ended."""
@@ -162,7 +217,7 @@ def environment(home: Path) -> dict[str, str]:
     """The same for all: no network, no telemetry, files only below `home`, as many BLAS threads as
     cores, and nobody's own settings."""
     home.mkdir(parents=True, exist_ok=True)
-    own = ("MLXSPEC_", "PYTHON", "XDG_", "HF_", "VLLM_", "RAPID_")
+    own = ("MLXSPEC_", "PYTHON", "XDG_", "HF_", "VLLM_", "RAPID_", "MLX_VLM_", "APC_")
     own += ("MLX_MAX_OPS",)  # which we set for ourselves, in mlxspec/blas.py
     return {
         "OPENBLAS_NUM_THREADS": str(os.cpu_count()),
@@ -177,23 +232,36 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def start(
-    name: str, command: list[str], env: dict[str, str], log: Path, wait: float = START_TIMEOUT
+    server: Server,
+    python: str,
+    model: Path,
+    env: dict[str, str],
+    log: Path,
+    setting: Sequence[str] | None = None,
+    draft: Path | None = None,
 ) -> Running:
-    """A server that answers /health. The command has {port} in it. Raises Ended where it does not
-    within `wait` seconds."""
+    """A server that answers /health, with `setting` instead of its own where one is given. Raises
+    Ended where it does not within START_TIMEOUT."""
+    if server.chats:
+        model = chatting(model, log.with_suffix(".model"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    command = server.command(python, model, server.setting if setting is None else setting, draft)
     command = [part.replace("{port}", str(port)) for part in command]
     began = time.perf_counter()
     with log.open("wb") as out:  # somewhere without a mlxspec/ that python would find first
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=log.parent)
-    running = Running(name, f"http://127.0.0.1:{port}", process, log, began)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=env | dict(server.env), cwd=log.parent
+        )
+    running = Running(server, f"http://127.0.0.1:{port}", process, log, began)
+    if server.chats:
+        running.model = str(model)  # it serves a model by its path
     try:
         while not _answers(running.url):
             running.check()
-            if time.perf_counter() - began > wait:
-                raise Ended(f"{name} did not answer within {wait:.0f} s: {last(log)}")
+            if time.perf_counter() - began > START_TIMEOUT:
+                raise Ended(f"{server.name} did not answer within {START_TIMEOUT} s: {last(log)}")
             time.sleep(0.05)
     except BaseException:
         running.end()
@@ -205,10 +273,8 @@ def start(
 def started(name: str, model: Path) -> Iterator[str]:
     """The base URL of a server of SERVERS that this interpreter can start, ended with the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        server = SERVERS[name]
-        command = server.command(sys.executable, model, server.setting)
         env = environment(Path(scratch) / "home") | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        running = start(name, command, env, Path(scratch) / "log")
+        running = start(SERVERS[name], sys.executable, model, env, Path(scratch) / "log")
         try:
             yield running.url
         finally:

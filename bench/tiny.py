@@ -1,8 +1,9 @@
-"""A tiny random model whose every answer depends on every token before it, and its plain decoding.
+"""Tiny models and their plain decoding: a random one whose every answer depends on every token
+before it, and the trained targets and heads of tests/heads.
 
-Rule: the probes ask for a text, so each token is one letter or digit, and the end token is one that
-the model cannot give. The prompts are those whose answers have no near tie, so a wrong token is a
-wrong cache.
+Rule: the probes ask the random one for a text, so each token is one letter or digit, and the end
+token is one that the model cannot give. The prompts are those whose answers have no near tie, so a
+wrong token is a wrong cache.
 """
 
 import json
@@ -11,6 +12,7 @@ import string
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
@@ -36,6 +38,7 @@ CONFIG = {
     "eos_token_id": len(LETTERS),
     "torch_dtype": "float32",
 }
+DATA = Path(__file__).parents[1] / "tests/heads/data"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -73,21 +76,27 @@ def save(folder: Path, of: qwen3.Model, noise: float = 0.0) -> Path:
     return folder
 
 
-def prompt(length: int, rng: random.Random) -> str:
+def pair(kind: str) -> tuple[Path, Path]:
+    """A trained target and its head, of a kind of `servers.HEADS`."""
+    if kind == "mtp":
+        return DATA / "mtp/target", DATA / "mtp/sidecar"
+    return DATA / ("gemma4" if kind == "assistant" else "qwen3") / "target", DATA / kind
+
+
+def prompt(rng: random.Random, length: int) -> str:
     """Of `length` tokens; what repeats in it is what copying drafters look for."""
     pieces = ["".join(rng.choice(LETTERS) for _ in range(8)) for _ in range(4)]
     return "".join(rng.choice(pieces) for _ in range(length // 8 + 1))[:length]
 
 
-def decode(of: qwen3.Model, text: str, tokens: int) -> tuple[str, float]:
+def decode(of: nn.Module, prompt: list[int], tokens: int) -> tuple[list[int], float]:
     """Greedy, with a cache of its own, one token at a time; and the least margin on the way."""
-    cache, x = make_prompt_cache(of), mx.array([[LETTERS.index(c) for c in text]])
-    said, margin = "", float("inf")
+    cache, x = make_prompt_cache(of), mx.array([prompt])
+    said, margin = list[int](), float("inf")
     for _ in range(tokens):
         logits = of(x, cache=cache)[0, -1].astype(mx.float32)
         second, first = mx.sort(logits)[-2:].tolist()
         margin = min(margin, first - second)
-        best = int(mx.argmax(logits).item())
-        said += LETTERS[best]
-        x = mx.array([[best]])
+        said.append(int(mx.argmax(logits).item()))
+        x = mx.array([said[-1:]])
     return said, margin

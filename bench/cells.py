@@ -228,9 +228,10 @@ def _pair(streams: int) -> Cell:
 
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
         found: Figures = {}
+        language = Language(0)
         for name, temperature in (("", 0.0), ("_warm", WARM)):
             rng = random.Random(f"{setting.seed} {round} {streams}{name}")
-            texts = [Language(0).text(rng, PHRASES) for _ in range(PROMPTS)]
+            texts = [language.text(rng, PHRASES) for _ in range(PROMPTS)]
             bodies = [plain(text, setting.tokens(TOKENS["pair"])) for text in texts]
             before, began = await http.metrics(server.url), time.perf_counter()
             answers = []

@@ -6,6 +6,8 @@ Rule: weights and tokens stay as they are, only how a server finds or names them
 import json
 from pathlib import Path
 
+import mlx.core as mx
+
 # A message that begins so is the whole prompt: what the rest of it says, and nothing around.
 RAW = "<raw>"
 # Tokens of a model without a form to fill in the middle, which take the names of one that has it:
@@ -21,6 +23,7 @@ def chatting(model: Path, out: Path) -> Path:
     """For a server that has chats alone, mlx-vlm's: RAW goes past the chat template. It has a Qwen
     3.5 without images only under the text's own config, and a Gemma 4 whose head drafts only under
     the whole model's."""
+    out.mkdir(parents=True, exist_ok=True)
     about = _read(model / "tokenizer_config.json")
     own = model / "chat_template.jinja"
     template = own.read_text("utf-8") if own.exists() else about.pop("chat_template", "")
@@ -35,6 +38,9 @@ def chatting(model: Path, out: Path) -> Path:
         made["config.json"] = json.dumps(config["text_config"])
     if config["model_type"] == "gemma4_text":
         made["config.json"] = json.dumps({"model_type": "gemma4", "text_config": config})
+        weights = mx.load(str(model / "model.safetensors"))
+        renamed = {f"language_model.{name}": array for name, array in weights.items()}
+        mx.save_safetensors(str(out / "model.safetensors"), renamed, metadata={"format": "mlx"})
     return _linked(model, out, made)
 
 

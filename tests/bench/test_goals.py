@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.goals import BEST, GOALS, Goal, verdict, verdicts
+from bench.goals import BEST, COPYING, GOALS, Goal, verdict, verdicts
 from bench.rows import Rows
 from bench.servers import SERVERS
 
@@ -22,6 +22,22 @@ def test_the_best_peer_is_the_one_with_the_best_median() -> None:
     v = verdict(FAST, rows("tokens_per_s", mlxspec=[8, 9, 10], a=[9, 3, 3], b=[4, 4, 4]))
     assert v.peer == "b" and v.found is not None and (v.found.median, v.found.high) == (2.25, 2.5)
     assert v.met and v.said == "met"
+
+
+def test_the_best_copying_peer_is_one_that_copies() -> None:
+    goal = Goal("edit", "chat", "tokens_per_s", COPYING, 1.5)
+    found = {"mlxspec": [9.0], "mlx_lm.server": [8.0], "rapid-mlx-suffix": [6.0]}
+    v = verdict(goal, rows("tokens_per_s", **found))
+    assert v.peer == "rapid-mlx-suffix" and v.met
+    del found["rapid-mlx-suffix"]
+    assert verdict(goal, rows("tokens_per_s", **found)).said == "not measured"
+
+
+@pytest.mark.parametrize(("ours", "met"), [(2.0, False), (2.001, True)])
+def test_above_is_more_than_equal(ours: float, met: bool) -> None:
+    goal = Goal("rounds", "chat", "tokens_per_round", BEST, 1.0, above=True)
+    v = verdict(goal, rows("tokens_per_round", mlxspec=[ours], a=[2.0]))
+    assert v.met is met and goal.sign == ">"
 
 
 @pytest.mark.parametrize(
@@ -53,5 +69,5 @@ def test_what_was_not_measured_is_not_met() -> None:
 
 
 def test_goals_speak_of_what_is_measured() -> None:
-    assert all(g.against in ("", BEST, *SERVERS) for g in GOALS)
+    assert all(g.against in ("", BEST, COPYING, *SERVERS) for g in GOALS)
     assert len({g.text for g in GOALS}) == len(GOALS)

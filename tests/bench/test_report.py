@@ -58,7 +58,7 @@ def test_pages_are_filled_between_their_marks(root: Path) -> None:
     assert {page: report.BLOCK.split(text) for page, text in texts[0].items()} == before
     readme, page = (report.BLOCK.search(texts[0][name]) for name in PAGES)
     assert readme and page
-    line = "| one chat, tokens/s | \u2265 1 | mlx_lm.server | 1.57"
+    line = "| one chat, tokens/s | \u2265 1.4 | mlx_lm.server | 1.57"
     assert line in page[0] and "what did not work: 1." in page[0]
     assert "| one chat, tokens/s | 31.5 | 20 |" in readme[0]
     assert "Of 1 [goals](docs/performance.md#measured) none were missed." in readme[0]

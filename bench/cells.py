@@ -126,12 +126,14 @@ def _tasks(workload: str, corpus: str, temperature: float = 0) -> Cell:
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
         asked = some(workload, corpus, setting, round)
         bodies = [body_of(t, setting, setting.tokens(TOKENS[workload])) for t in asked]
-        return await _alone(server, setting, [at(b, temperature, i) for i, b in enumerate(bodies)])
+        return await _alone(
+            server, setting, [warmed(b, temperature, i) for i, b in enumerate(bodies)]
+        )
 
     return cell
 
 
-def at(body: dict[str, Any], temperature: float, seed: int) -> dict[str, Any]:
+def warmed(body: dict[str, Any], temperature: float, seed: int) -> dict[str, Any]:
     """A greedy body, drawn from all tokens where there is a temperature."""
     warm = {"temperature": temperature, "top_p": 1.0, "seed": seed}
     return body | warm if temperature else body
@@ -238,7 +240,7 @@ def _pair(streams: int) -> Cell:
             for first in range(0, PROMPTS, streams):
                 together = enumerate(bodies[first : first + streams])
                 answers += await asyncio.gather(
-                    *(ask(server, at(body, temperature, i)) for i, body in together)
+                    *(ask(server, warmed(body, temperature, i)) for i, body in together)
                 )
             took, after = time.perf_counter() - began, await http.metrics(server.url)
             tokens = sum(counted(a, setting.tokenizer).tokens for a in answers)
@@ -266,7 +268,7 @@ async def _typing(server: Running, setting: Setting, round: int) -> Figures:
     for typed in range(keys):
         text = prefix + written[:typed]
         body = plain(form.format(prefix=text, suffix=suffix), TOKENS["typing"])
-        if server.server.fills:
+        if server.line.fills:
             body |= {"prompt": text, "suffix": suffix}
         with suppress(Silent):
             answer = await ask(server, body)

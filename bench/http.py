@@ -89,7 +89,7 @@ def plain(prompt: str, tokens: int) -> dict[str, Any]:
 
 def asked(server: Running, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Where a body is sent, and as what."""
-    if server.server.chats and "prompt" in body:
+    if server.line.chats and "prompt" in body:
         raw = {"role": "user", "content": RAW + body["prompt"]}
         body = {name: x for name, x in body.items() if name != "prompt"} | {"messages": [raw]}
     return server.url + (CHAT if "messages" in body else TEXT), {"model": server.model, **body}

@@ -62,7 +62,7 @@ class Run:
 
     def weight(self) -> float:
         """Of everything that is to be done, for the bar."""
-        total = len(self.servers) * self.starts * 8.0 * ("" in self.models())
+        total = len(self.asked("")) * self.starts * 8.0
         for name, (server, _) in self.servers.items():
             for _, workload in self.plan():
                 total += WORKLOADS[workload].weight * wanted(server, workload)
@@ -77,6 +77,11 @@ class Run:
 
     def models(self) -> list[str]:
         return list(dict.fromkeys(WORKLOADS[w].model for w in self.workloads))
+
+    def asked(self, model: str) -> list[str]:
+        """The servers that any workload with this model is asked of."""
+        planned = {w for _, w in self.plan(model)}
+        return [n for n, (s, _) in self.servers.items() if any(wanted(s, w) for w in planned)]
 
     def variants(self, name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         """How a server is probed: a name, and what turns its drafting on or off."""
@@ -156,8 +161,9 @@ def place(run: Run, model: str) -> tuple[Path, Path | None]:
 
 async def _own(run: Run) -> None:
     """Starts the servers with the model that all is measured with."""
+    names = run.asked("")
     for n in range(run.starts):
-        for name in list(run.servers) if n % 2 == 0 else list(run.servers)[::-1]:
+        for name in names if n % 2 == 0 else names[::-1]:
             await _start(run, name, n)
     if run.up:
         await _idle(run)
@@ -166,10 +172,10 @@ async def _own(run: Run) -> None:
 async def _others(run: Run, model: str) -> None:
     """Starts the servers that are measured with another one."""
     folder, head = place(run, model)
-    for name, (server, _) in run.servers.items():
-        if any(wanted(server, workload) for _, workload in run.plan(model)):
-            run.say(f"start with {model}: {name}")
-            await _up(run, name, (model, 0), folder, server.headed if head else None, head)
+    for name in run.asked(model):
+        run.say(f"start with {model}: {name}")
+        headed = run.servers[name][0].headed if head else None
+        await _up(run, name, (model, 0), folder, headed, head)
 
 
 async def _start(run: Run, name: str, n: int) -> None:

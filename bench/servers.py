@@ -187,7 +187,7 @@ class Running:
     """A server that answers, at `url`, to whom asks for `model`. `began` is time.perf_counter() when
     its process was started."""
 
-    server: Server
+    line: Server
     url: str
     process: subprocess.Popen[bytes]
     log: Path
@@ -196,7 +196,7 @@ class Running:
 
     @property
     def name(self) -> str:
-        return self.server.name
+        return self.line.name
 
     def check(self) -> None:
         """Raises Ended where the process has ended."""

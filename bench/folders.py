@@ -37,7 +37,7 @@ def chatting(model: Path, out: Path) -> Path:
     if config["model_type"] == "qwen3_5" and "vision_config" not in config:
         made["config.json"] = json.dumps(config["text_config"])
     if config["model_type"] == "gemma4_text":
-        made["config.json"] = json.dumps({"model_type": "gemma4", "text_config": config})
+        made["config.json"] = json.dumps(config | {"model_type": "gemma4", "text_config": config})
         weights = mx.load(str(model / "model.safetensors"))
         renamed = {f"language_model.{name}": array for name, array in weights.items()}
         mx.save_safetensors(str(out / "model.safetensors"), renamed, metadata={"format": "mlx"})

@@ -180,7 +180,9 @@ def _short(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
 
 def _answers(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
     for text, variant in RIGHT.items():
-        yield text, *(_of(rows.answered(s, variant)) for s in servers)
+        answered = [rows.answered(s, variant) for s in servers]
+        if any(asked for _, asked in answered):
+            yield text, *map(_of, answered)
 
 
 def _figures(rows: Rows) -> str:
@@ -201,7 +203,7 @@ def _figures(rows: Rows) -> str:
 def _correct(rows: Rows) -> Iterable[str]:
     yield (
         "Greedy answers equal to plain decoding with a fresh cache, of those asked for. The model is tiny and"
-        " random: each answer depends on every token before it."
+        " random: each answer depends on every token before it; with a head, a trained target and its head."
     )
     columns = [(s, v) for s in rows.servers() for v in RIGHT.values() if rows.answered(s, v)[1]]
     lines = []

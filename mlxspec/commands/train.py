@@ -78,7 +78,7 @@ class Server:
             self.asked = time.monotonic()
             if now.state == "unwell":  # a wrong key, for example: it cannot say what it does
                 raise UserError(f"the server at {self.url} cannot be asked: {now.why}")
-            if now.running + now.waiting:
+            if now.running + now.waiting or now.state == "loading":
                 time.sleep(2 * ASK_S)
 
 
@@ -129,6 +129,7 @@ def _train(
     texts = pieces(options.data) if options.data else []
     learned, measured = _own_samples(model, options, texts)
     trainer, _ = _new_trainer(model, options, learned, 1)
+    server.wait()
     seconds = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
     del trainer
     wanted = options.tokens - sum(map(len, learned))
@@ -236,6 +237,7 @@ def _answers(
     release_memory()  # the trainer that was timed
     engine, _ = model.load()
     left = max(0, wanted - sum(map(len, file.read().values())))
+    server.wait()
     answering = left * _seconds_per_token(engine)
     minutes = [f"{seconds / 60:.0f} min" for seconds in (answering, training)]
     print(f"time: about {minutes[0]} to answer prompts and {minutes[1]} to train; Ctrl-C stops")
@@ -256,6 +258,7 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     """Of greedy answers to the prompts of samples, with what drafts by these settings."""
     release_memory()
     model = resolve_model(replace(config, speculate="on", cache_gb=0.0, context=CONTEXT))
+    wait()  # what drafting costs is measured at the load
     engine, _ = model.load()
     stops = frozenset(model.tokenizer.eos_token_ids)
     tokens = rounds = 0

@@ -155,7 +155,12 @@ def test_too_little_memory_is_said_before_anything_is_done(
 def test_a_running_server_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed while it has a request."""
     states = iter(
-        [Status("", "busy", running=1), Status("", "busy", waiting=2), Status("", "idle")]
+        [
+            Status("", "busy", running=1),
+            Status("", "busy", waiting=2),
+            Status("", "loading"),
+            Status("", "idle"),
+        ]
     )
     asked: list[Status] = []
     slept: list[float] = []
@@ -176,6 +181,6 @@ def test_a_running_server_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.time, "sleep", sleep)
     server = train.Server("http://127.0.0.1:1", "")
     server.wait()
-    assert [s.state for s in asked] == ["busy", "busy", "idle"] and len(slept) == 2
+    assert [s.state for s in asked] == ["busy", "busy", "loading", "idle"] and len(slept) == 3
     server.wait()  # asked less than a second ago
-    assert len(asked) == 3
+    assert len(asked) == 4

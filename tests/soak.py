@@ -1,183 +1,321 @@
-"""Churn: random arrivals, cancels, lengths, evictions and swaps of models, for as long as one
-likes.
+"""The whole server with everything on, for as long as one likes: two models with a head each, every
+API, tools, gaps to fill, embeddings, clients that leave, a model that is unloaded, and a training
+that gives way.
 
-Rule: every answer is that of a quiet run; what the process holds at the end is what it held after a
-while. `python -m tests.soak [MINUTES]` prints what it saw.
+Rule: every request ends in an answer or an error that says why; an answer is that of a quiet
+server without drafts; after each storm nothing is left of it. `python -m tests.soak --minutes 20`
+prints a report and exits with 1 if something is wrong.
 """
 
+import argparse
 import asyncio
 import random
+import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlxspec import blas
+import httpx
+from rich.console import Console
+from rich.table import Table
 
-blas.load()
+from mlxspec.progress import Report, progress
+from tests.asks import Ask, Said, Unfinished, asks, known_prompts, said
+from tests.heads import kinds, packagings
+from tests.processes import BLOCKS, Held, Server, Training
 
-import mlx.core as mx  # noqa: E402  after BLAS
-
-from mlxspec.config import Config  # noqa: E402
-from mlxspec.engine import memory  # noqa: E402
-from mlxspec.engine.loader import load_engine  # noqa: E402
-from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
-from mlxspec.engine.worker import Worker  # noqa: E402
-from mlxspec.model import meter  # noqa: E402
-from mlxspec.types import ModelInfo, Request, Sampling  # noqa: E402
-from tests import tiny  # noqa: E402
-from tests.model.test_layout import save  # noqa: E402
-
-KINDS = ["qwen3", "gemma3_text", "qwen3_next"]  # everything, windows, states
-BESIDE = 2  # models that fit beside each other
-ASKS = 240  # different requests
+STORM_S, REST_S = 10.0, 5.0
+WIDTH = 10  # most requests at once, but for bursts
+BURST = 30  # more than the server takes
+LIMIT_S = 60.0  # for any answer
+GRACE_S = 3.0  # in which a training notices that the server is busy, and ends its step
+WAIT_S = 300.0  # for a training that is left alone
+GAVE_WAY = 0.2  # of a core, at most, while the server is busy
 CALM = 0.25  # part of the time after which nothing may grow
-SAMPLE_S = 1.0
+SLACK = 1.1  # of what was held before, and
+SPARE = {"footprint_bytes": 16 << 20, "mlx_active_bytes": 1 << 20, "live_arrays": 0}
+HEADS = ("eagle3", "mtp")
 
 
 @dataclass
 class Seen:
-    """`sizes` are (seconds, RSS in bytes, live arrays, MLX's bytes) over time."""
+    """`sizes`: while requests ran; `rests`: after each storm; `storms`: seconds of each in which
+    the training had noticed it, and seconds that this computed in them."""
 
-    sizes: list[tuple[float, int, int, int]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    sizes: list[Held] = field(default_factory=list)
+    rests: list[Held] = field(default_factory=list)
+    storms: list[tuple[float, float]] = field(default_factory=list)
+    trainings: Counter[int] = field(default_factory=Counter)
+    kept: dict[str, float] = field(default_factory=dict)  # shares of each head's drafts
 
-    def most(self, what: int, first: float, last: float) -> int:
-        """The largest of a column between two parts of the time."""
-        end = self.sizes[-1][0]
-        return max(row[what] for row in self.sizes if first * end <= row[0] <= last * end)
+    def growth(self, name: str) -> tuple[int, int]:
+        """The most that was held in the second quarter of the time, and in the last."""
+        end = self.sizes[-1].at
+        early, late = ((CALM, 0.5), (0.75, 1.0))
+        most = [
+            max((s.sizes[name] for s in self.sizes if a * end <= s.at <= b * end), default=0)
+            for a, b in (early, late)
+        ]
+        return most[0], most[1]
+
+    @property
+    def disturbed(self) -> float:
+        """Of a core, what the training took while the server was busy."""
+        return sum(cpu for _, cpu in self.storms) / max(sum(s for s, _ in self.storms), 1e-9)
+
+    def faults(self) -> list[str]:
+        """All that is wrong, in a line each."""
+        found = self.wrong[:5]
+        for name, spare in SPARE.items():
+            early, late = self.growth(name)
+            if late > early * SLACK + spare:
+                found.append(f"{name} grew from {early} to {late}")
+        first, last = self.rests[0], self.rests[-1]
+        for name in ("threads", "files"):
+            if last.sizes[name] > first.sizes[name]:
+                found.append(f"{name}: {first.sizes[name]} before, {last.sizes[name]} after")
+        if self.disturbed > GAVE_WAY:
+            found.append(f"the training took {self.disturbed:.0%} of a core from requests")
+        if not self.trainings[0] + self.trainings[1]:
+            found.append("no training ended")
+        found += [f"{head} drafted nothing right" for head in HEADS if not self.kept.get(head)]
+        return found
 
 
-def asks() -> list[tuple[str, Request]]:
-    """Requests whose prompts share their starts, each for one of the models."""
-    rng = random.Random(2)
-    starts = [[rng.randrange(tiny.VOCAB) for _ in range(100)] for _ in range(6)]
-    found = []
-    for i in range(ASKS):
-        cut = rng.randint(1, 100)
-        rest = (rng.randrange(tiny.VOCAB) for _ in range(rng.randint(0, 20)))
-        prompt = (*rng.choice(starts)[:cut], *rest)
-        sampling = Sampling(temperature=rng.choice([0.0, 0.8]), seed=i)
-        n = rng.choice([1, 1, 1, 2])
-        found.append(
-            (rng.choice(KINDS), Request(f"a{i}", prompt, rng.randint(1, 40), sampling, n=n))
-        )
-    return found
+# ---- the server
 
 
-def quiet(all_of: list[tuple[str, Request]]) -> dict[tuple[str, int], list[int]]:
-    """What mlx-lm says to each of them, alone."""
-    plain = {kind: tiny.Plain(tiny.model(kind)) for kind in KINDS}
-    return {
-        (r.id, i): plain[kind](r.prompt, r.max_tokens, r.sampling.temperature, r.sampling.seed, i)
-        for kind, r in all_of
-        for i in range(r.n)
-    }
-
-
-def fleet(root: Path) -> ModelManager:
-    members = []
-    for kind in KINDS:
-        (root / kind).mkdir()
-        save(root / kind, kind)
-        config = Config(
-            block_size=8, kv_blocks=60, context=256, max_sequences=5, cache_dir=str(root),
-            cache_gb=2**-9,
-        )  # fmt: skip
-        members.append(ModelSlot(partial(load_engine, root / kind, kind, config), info(kind)))
-    made = ModelManager(members)
-
-    def memory_check(name: str, held: int, freed: int) -> str:
-        staying = sum(m.engine is not None and m not in made._leaving for m in members)
-        return "" if staying < BESIDE else "there is no room for another"
-
-    made.memory_check = memory_check
+def models(root: Path) -> dict[str, Path]:
+    """The trained pairs' directories; the second holds its head. Their tokenizers know tools,
+    reasoning and gaps."""
+    made = {"chained": root / "chained", "hybrid": root / "hybrid"}
+    shutil.copytree(kinds.TARGET, made["chained"])
+    packagings.write("embedded", made["hybrid"])
+    for path in made.values():
+        with_tokens(path)
     return made
 
 
-def info(kind: str) -> ModelInfo:
-    return ModelInfo(kind, 256, tiny.VOCAB, "", 8, 0, 0, 0)
+def with_tokens(path: Path) -> None:
+    """Give a model control tokens in the place of bytes that no text has."""
+    from tests.server.test_fim import PSM
+    from tests.tiny_tokenizer import AGENT, CALLS, THINK
+
+    written = packagings.read_json(path / "tokenizer.json")
+    vocab, example = written["model"]["vocab"], written["added_tokens"][-1]
+    for byte, token in enumerate((*THINK, *CALLS, *PSM)):
+        vocab[token] = vocab.pop(chr(256 + byte))
+        written["added_tokens"].append(example | {"id": vocab[token], "content": token})
+    packagings.write_json(path / "tokenizer.json", written)
+    config = packagings.read_json(path / "tokenizer_config.json")
+    packagings.write_json(path / "tokenizer_config.json", config | {"chat_template": AGENT})
 
 
-async def churn(worker: Worker, seconds: float, seen: Seen, tell: Callable[[str], None]) -> None:
-    all_of = asks()
-    truth = quiet(all_of)
-    rng, began, told = random.Random(3), time.monotonic(), 0.0
-    running: set[asyncio.Task[None]] = set()
-    number = 0
-
-    async def one(kind: str, ask: Request, number: int) -> None:
-        name = f"{ask.id}-{number}"
-        request = replace(ask, id=name, model=kind)
-        leave = rng.randint(0, 20) if rng.random() < 0.2 else None
-        got: dict[int, list[int]] = {i: [] for i in range(ask.n)}
-        cut = False
-        async for output in worker.submit(request):
-            got[output.index] += output.tokens
-            if output.finish == "error":
-                seen.wrong.append(f"{request.id}: {output.error}")
-            if leave is not None and not cut and sum(map(len, got.values())) >= leave:
-                worker.abort(request.id)
-                cut = True
-        seen.counts["cancelled" if cut else "answered"] += 1
-        for i, tokens in got.items():
-            want = truth[ask.id, i]
-            if tokens != (want[: len(tokens)] if cut else want):
-                seen.wrong.append(f"{kind} {request.id}.{i}: {tokens} instead of {want}")
-
-    while (now := time.monotonic() - began) < seconds and worker.alive():
-        while len(running) < rng.randint(1, 12):
-            kind, ask = rng.choice(all_of[: ASKS // 3] if rng.random() < 0.5 else all_of)
-            running.add(asyncio.ensure_future(one(kind, ask, number := number + 1)))
-        if rng.random() < 0.005:
-            seen.counts["unloads asked for"] += 1
-            running.add(asyncio.ensure_future(worker.unload(rng.choice(KINDS))))
-        done, running = await asyncio.wait(running, timeout=rng.choice([0.0, 0.05, 0.2]))
-        seen.wrong += [repr(error) for task in done if (error := task.exception())]
-        if now - told > SAMPLE_S:
-            told = now
-            seen.sizes.append((now, memory.footprint(), meter.arrays(), mx.get_active_memory()))
-            loads = sum(m.loads for m in worker.models.values())
-            size = seen.sizes[-1][1] >> 20
-            tell(f"{now:5.0f} s  {seen.counts['answered']} answered, {loads} loads, {size} MiB")
-    seen.wrong += [repr(e) for e in await asyncio.gather(*running, return_exceptions=True) if e]
+@contextmanager
+def served(root: Path, paths: dict[str, Path], *flags: str) -> Iterator[Server]:
+    words = [f"{name}={path}" for name, path in paths.items()]
+    words += ["--cache-dir", str(root / "cache"), "--max-sequences", "6", "--max-queue", "16"]
+    words += ["--block-size", "16", "--kv-blocks", str(BLOCKS), "--context", "1024", *flags]
+    with Server(words, HOME=str(root)) as server:
+        yield server
 
 
-def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> Seen:
-    """Raises AssertionError for a wrong answer and for what leaked."""
+# ---- the clients
+
+
+@dataclass
+class Clients:
+    server: Server
+    http: httpx.AsyncClient
+    seen: Seen
+    truth: dict[Ask, Said] = field(default_factory=dict)
+    rng: random.Random = field(default_factory=lambda: random.Random(3))
+
+    async def quiet(self, ask: Ask) -> Said:
+        """What is said to somebody who is alone."""
+        answer = await self.http.post(ask.path, content=ask.data)
+        assert answer.status_code == 200, (ask, answer.text)
+        return said(answer.headers["content-type"], answer.content)
+
+    async def one(self, ask: Ask) -> None:
+        """Ask, perhaps leave, and compare."""
+        how = self.rng.random()
+        leaves = self.rng.choice([0.0, 0.002, 0.02, 0.1]) if how < 0.08 else None
+        pieces = self.rng.randint(0, 8) if 0.08 <= how < 0.2 else None
+        data = b""
+        try:
+            async with asyncio.timeout(LIMIT_S if leaves is None else leaves):
+                async with self.http.stream("POST", ask.path, content=ask.data) as answer:
+                    async for piece in answer.aiter_raw():
+                        data += piece
+                        if pieces is not None and (pieces := pieces - 1) < 0:
+                            self.seen.counts["left in the middle"] += 1
+                            return
+                    self.judge(ask, answer, data)
+        except TimeoutError:
+            if leaves is None:
+                self.seen.wrong.append(f"{ask}: no end after {LIMIT_S:.0f} s")
+            self.seen.counts["left early"] += 1
+        except (httpx.HTTPError, Unfinished) as error:
+            self.seen.wrong.append(f"{ask}: {error!r}")
+
+    def judge(self, ask: Ask, answer: httpx.Response, data: bytes) -> None:
+        status, counts = answer.status_code, self.seen.counts
+        if status == 200 and not ask.refused:
+            found = said(answer.headers["content-type"], data)
+            counts[f"answered {ask.path}"] += 1
+            if unlike := found.unlike(self.truth[ask]):
+                self.seen.wrong.append(f"{ask}: {unlike}, a quiet server's answer behind ours")
+        elif status == ask.refused and b"error" in data:
+            counts["refused"] += 1
+        elif status in (429, 503) and "retry-after" in answer.headers and b"again" in data:
+            counts["told to come again"] += 1
+        else:
+            self.seen.wrong.append(f"{ask}: {status} {data[:200]!r}")
+
+    async def storm(self, seconds: float, began: float, training: Training) -> None:
+        """Many requests at once, then none; the training's time once it could know."""
+        running: set[asyncio.Task[None]] = set()
+        everything, start = list(self.truth), time.monotonic()
+        noticed, before, told = 0.0, 0.0, 0.0
+        child = training.current
+        while (now := time.monotonic() - start) < seconds:
+            some = self.rng.randint(1, WIDTH) if self.rng.random() > 0.01 else BURST
+            while len(running) < some:
+                ask = self.rng.choice(everything)
+                running.add(asyncio.ensure_future(self.one(ask)))
+            if self.rng.random() < 0.003:
+                running.add(asyncio.ensure_future(self.unload()))
+            _, running = await asyncio.wait(running, timeout=self.rng.choice([0.0, 0.02, 0.1]))
+            if now - told > 1:
+                told = now
+                self.seen.sizes.append(await self.server.held(self.http, began))
+            if now > GRACE_S and not noticed and training.gives_way:
+                noticed, child = now, training.current
+                before = child.cpu() if child else 0.0
+        if noticed and child and child is training.current and training.gives_way:
+            self.seen.storms.append((now - noticed, child.cpu() - before))
+        if running:
+            await asyncio.wait(running, timeout=2 * LIMIT_S)
+
+    async def unload(self) -> None:
+        """Somebody else wants the memory."""
+        answer = await self.http.post("/v1/models/unload", json={"model": "hybrid"})
+        self.seen.counts["unloads"] += answer.status_code == 200
+
+    async def rest(self, began: float) -> None:
+        """Nothing runs or waits, and every block is free or cached."""
+        for model in known_prompts():
+            await self.http.post("/v1/models/load", json={"model": model})
+        end, now = time.monotonic() + 20, await self.server.held(self.http, began)
+        while (now.busy or self.more(now)) and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+            now = await self.server.held(self.http, began)
+        if now.busy:
+            self.seen.wrong.append(f"left behind after a storm: {now.busy}")
+        self.seen.rests.append(now)
+
+    def more(self, now: Held) -> bool:
+        """Whether connections of the storm are still open."""
+        first = self.seen.rests[0].sizes if self.seen.rests else now.sizes
+        return now.sizes["files"] > first["files"]
+
+
+def connected(server: Server) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=WIDTH)
+    return httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S, limits=limits)
+
+
+async def drive(
+    quiet: Server, server: Server, training: Training, seconds: float, seen: Seen, report: Report
+) -> None:
+    """Storms with rests between them."""
+    clients = Clients(server, connected(quiet), seen)
+    async with clients.http:
+        for ask in asks(known_prompts()):
+            clients.truth[ask] = Said() if ask.refused else await clients.quiet(ask)
+    quiet.stop()
+    training.start(server.url)
+    began = time.monotonic()
+    while (now := time.monotonic() - began) < seconds:
+        report(now, seconds)
+        async with connected(server) as clients.http:
+            await clients.storm(min(STORM_S, seconds - now), began, training)
+        async with connected(server) as clients.http:
+            await clients.rest(began)
+        await asyncio.sleep(min(REST_S, max(0.0, seconds - (time.monotonic() - began))))
+    report(seconds, seconds)
+    training.stop_after_this()
+    end = time.monotonic() + WAIT_S
+    while training.runs and time.monotonic() < end:
+        await asyncio.sleep(0.2)
+    async with connected(server) as clients.http:
+        await clients.rest(began)
+        seen.kept = await server.drafts(clients.http)
+
+
+def soak(seconds: float, report: Report = lambda done, total: None) -> Seen:
+    """Storms for so many seconds."""
     seen = Seen()
-    with tempfile.TemporaryDirectory() as root:
-        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64)
-        worker.launch()
-        asyncio.run(churn(worker, seconds, seen, tell))
-        stats = tiny.stats(worker)
-        seen.counts.update(loads=sum(m.loads for m in worker.models.values()))
-        seen.counts.update(
-            preemptions=stats.preemptions, cached=stats.cached_tokens, steps=stats.steps
-        )
-        alive = worker.alive()
-        for member in worker._manager.slots:
-            if member.engine is not None:
-                member.engine.check()
-                pools = member.engine.scheduler.kv.pools
-                assert not any(pool.used for pool in pools), "a block leaked"
-        worker.stop()
-    assert alive, "the engine died"
-    assert not seen.wrong, seen.wrong[:3]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        root = Path(folder)
+        paths = models(root)
+        quiet = stack.enter_context(served(root, paths, "--speculate", "off", "--cache-gb", "0"))
+        head = str(kinds.DATA / "eagle3")
+        flags = ["--draft", head, "--draft-depth", "3", "--cache-gb", "0.02", "--record", "on"]
+        server = stack.enter_context(served(root, paths, *flags))
+        training = stack.enter_context(Training(paths["chained"], root / "cache"))
+        asyncio.run(drive(quiet, server, training, seconds, seen, report))
+        seen.trainings = training.statuses
+        seen.wrong += training.wrong
+        status = server.stop()
+        bad = [
+            line for line in server.said.splitlines() if "Traceback" in line or "CRITICAL" in line
+        ]
+        if status or bad:
+            seen.wrong.append(f"the server ended with {status}: {bad[:1]}")
     return seen
 
 
+def show(seen: Seen, seconds: float) -> None:
+    """The report."""
+    table = Table("What", "Seen", title=f"{seconds / 60:.1f} minutes with everything on")
+    answered = sum(n for what, n in seen.counts.items() if what.startswith("answered"))
+    table.add_row("answered, as in a quiet run", str(answered))
+    for what, n in sorted(seen.counts.items()):
+        table.add_row(what.replace("answered", " "), str(n))
+    for name in SPARE:
+        early, late = seen.growth(name)
+        unit = 1 if name == "live_arrays" else 1 << 20
+        table.add_row(f"{name}, second quarter, last", f"{early // unit}, {late // unit}")
+    first, last = seen.rests[0].sizes, seen.rests[-1].sizes
+    for name in ("threads", "files"):
+        table.add_row(f"{name} at rest, first, last", f"{first[name]}, {last[name]}")
+    for head, kept in seen.kept.items():
+        table.add_row(f"drafts of {head} that were right", f"{kept:.0%}")
+    ended = ", ".join(f"{n} with status {status}" for status, n in seen.trainings.items())
+    table.add_row("trainings", ended)
+    table.add_row("of a core, while requests ran", f"{seen.disturbed:.1%}")
+    console = Console()
+    console.print(table)
+    for fault in seen.faults():
+        console.print(f"wrong: {fault[:600]}", style="red", markup=False)
+
+
 if __name__ == "__main__":
-    minutes = float(sys.argv[1]) if sys.argv[1:] else 10.0
-    found = soak(60 * minutes, lambda line: print("\r" + line, end="", flush=True))
-    print("\n" + ", ".join(f"{n} {what}" for what, n in found.counts.items()))
-    for what, (name, unit) in enumerate((("RSS", 1 << 20), ("arrays", 1), ("MLX", 1 << 20)), 1):
-        early, late = found.most(what, CALM, 0.5), found.most(what, 0.75, 1)
-        print(
-            f"{name}: at most {early / unit:.1f} in the second quarter, {late / unit:.1f} in the last"
-        )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    seconds = 60 * parser.parse_args().minutes
+    with progress("Soaking") as bar:
+        found = soak(seconds, bar)
+    show(found, seconds)
+    sys.exit(bool(found.faults()))

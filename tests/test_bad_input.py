@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,18 +31,26 @@ from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.server import app
 from mlxspec.server.anthropic import schema as anthropic_schema
 from mlxspec.server.body import MAX_ITEMS, MAX_VALUES, Strict, parse
+from mlxspec.server.embeddings import _pooling
 from mlxspec.server.errors import ApiError
+from mlxspec.server.ollama import schema as ollama_schema
 from mlxspec.server.openai import schema as openai_schema
 from mlxspec.server.responses import schema as responses_schema
 from mlxspec.service import crashes, status
 from mlxspec.speculate.controller import GRID
+from mlxspec.speculate.heads import load_head
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.text.chat import FIRST_CHARS, check_length, load_tokenizer
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import RejectedRequest, TooLong
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.json_schema import checked_lark, checked_schema
+from mlxspec.training.run import Training
+from mlxspec.training.samples import SampleFile
+from tests.heads import kinds
 from tests.schemas import schemas
 from tests.server.scripted import Server, server
+from tests.server.test_fim import PSM
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 KINDS: dict[type[Strict], dict[str, Any]] = {
@@ -54,6 +63,12 @@ KINDS: dict[type[Strict], dict[str, Any]] = {
     anthropic_schema.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     anthropic_schema.Prompt: {"messages": [{"role": "user", "content": "a"}]},
     responses_schema.Create: {"input": "a"},
+    openai_schema.Fill: {"prompt": "a"},
+    openai_schema.Infill: {},
+    openai_schema.Embeddings: {"input": "a"},
+    ollama_schema.Chat: {},
+    ollama_schema.Generate: {},
+    ollama_schema.Embed: {"input": "a"},
 }
 DEEP = 100_000
 VALUES = {  # JSON texts, as they stand in a body or a file
@@ -130,6 +145,22 @@ BODIES = [  # path, and a body with a hole
     ("/api/generate", '{"keep_alive": %s}'),
     ("/api/generate", '{"prompt": %s, "raw": true}'),
     ("/api/generate", '{"prompt": "a", "system": %s}'),
+    ("/api/generate", '{"prompt": "a", "suffix": %s}'),
+    ("/api/embed", '{"input": %s}'),
+    ("/api/embed", '{"input": "a", "dimensions": %s}'),
+    ("/api/embeddings", '{"prompt": %s}'),
+    ("/api/show", '{"model": %s}'),
+    ("/v1/embeddings", '{"input": %s}'),
+    ("/v1/embeddings", '{"input": [%s]}'),
+    ("/v1/embeddings", '{"input": "a", "dimensions": %s}'),
+    ("/v1/embeddings", '{"input": "a", "encoding_format": %s}'),
+    ("/v1/completions", '{"prompt": "a", "suffix": %s}'),
+    ("/v1/fim/completions", '{"prompt": %s, "suffix": "b"}'),
+    ("/v1/fim/completions", '{"prompt": "a", "suffix": %s}'),
+    ("/infill", '{"input_prefix": %s}'),
+    ("/infill", '{"input_suffix": "b", "n_predict": %s}'),
+    ("/infill", '{"input_extra": %s}'),
+    ("/infill", '{"input_extra": [{"filename": %s, "text": "a"}]}'),
     ("/v1/responses", '{"input": %s}'),
     ("/v1/responses", '{"input": "a", "metadata": %s}'),
     ("/v1/responses", '{"input": "a", "user": %s}'),
@@ -167,7 +198,8 @@ MANY = b'{"k": 1' + b"".join(b', "k%d": 1' % i for i in range(200_000)) + b"}"
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=THINK + CALLS)
+    place = tmp_path_factory.mktemp("agent")
+    return save_tokenizer(place, template=AGENT, extra=THINK + CALLS + PSM)
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +327,12 @@ async def test_a_text_far_beyond_the_context_is_not_read(
         ("/v1/completions", {"prompt": ["a", text]}),
         ("/v1/tokenize", {"prompt": text}),
         ("/v1/tokenize", {"messages": [said]}),
+        ("/v1/fim/completions", {"prompt": "a", "suffix": text}),
+        ("/infill", {"input_extra": [{"text": text}]}),
+        ("/v1/embeddings", {"input": ["a", text]}),
+        ("/api/chat", {"messages": [said]}),
+        ("/api/generate", {"prompt": text, "raw": True}),
+        ("/api/embed", {"input": text}),
     ):
         answer = await s.post(at, json.dumps(body).encode())
         assert answer.status == 400, at
@@ -304,7 +342,7 @@ async def test_a_text_far_beyond_the_context_is_not_read(
         assert found and int(found[2]) == context and 10**5 < int(found[1]) < 10**7, answer.json
     counted = await s.post("/v1/messages/count_tokens", json.dumps({"messages": [said]}).encode())
     assert counted.status == 200 and 10**5 < counted.json["input_tokens"] < 10**7
-    assert sum(read) < 8 * 20 * context
+    assert sum(read) < 14 * 20 * context
     sparse: Any = Sparse()
     check_length(sparse, "a" * 20 * context, context, "prompt")
     assert sparse.read == FIRST_CHARS * context, "it may be of long tokens"
@@ -667,6 +705,41 @@ def verdicts_of(file: Path) -> None:
     found.load()
 
 
+def samples_of(file: Path) -> None:
+    for sample in SampleFile(file, 320).read().values():
+        assert 0 < sample.first <= len(sample.tokens) and max(sample.tokens) < 320
+
+
+def state_of(file: Path) -> None:
+    """Of a training, and as a header of safetensors."""
+    data = file.read_bytes()
+    trainer: Any = SimpleNamespace(resume=lambda tensors: None)
+    for content in (data, len(data).to_bytes(8, "little") + data):
+        file.with_name("state.safetensors").write_bytes(content)
+        Training([], [], 1, "", file.with_name("state.safetensors"))._resume(trainer)
+
+
+def head_of(file: Path) -> None:
+    """As a head's config.json, and as its tensors."""
+    data = file.read_bytes()
+    place = file.parent / "head"
+    place.mkdir(exist_ok=True)
+    for content in (data, len(data).to_bytes(8, "little") + data):
+        (place / "config.json").write_bytes(data)
+        (place / "model.safetensors").write_bytes(content)
+        assert load_head(find_head(place), kinds.plain_target()) is None
+
+
+def pooling_of(file: Path) -> None:
+    place = file.parent / "1_Pooling"
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_bytes(file.read_bytes())
+    model: Any = SimpleNamespace(name="m", server=SimpleNamespace(paths={"m": file.parent}))
+    with contextlib.suppress(ApiError):
+        assert _pooling(model) in ("last", "mean")
+
+
+SAMPLE = {"tokens": [1, 2], "first": 1}
 READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], list[str]]] = {
     "verdicts": (verdicts_of, (), holes(VERDICT, '{"a 1": %s}')),
     "known": (WarmupCache.load, (), holes(KNOWN)),
@@ -676,6 +749,10 @@ READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], 
     "crashes": (crashes_of, (), ["[%s]", "[1, %s]"]),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
     "run": (label_of, (), ['{"__metadata__":%s}', '{"__metadata__":{"keys":%s}}']),
+    "samples": (samples_of, (), ['["k", %s]', '[%s, {"tokens": [1], "first": 1}]', *holes(SAMPLE, '["k", %s]')]),
+    "state": (state_of, (), ['{"w": %s}', '{"__metadata__": {"samples": %s}}']),
+    "head": (head_of, (), ['{"hidden_norm.weight": %s, "fc.weight": {}}', '{"mlx_lm_extra_tensors": %s}', '{"mlx_lm_extra_tensors": {"mtp_file": %s}}', '{"text_config": {"mtp_num_hidden_layers": %s}}']),
+    "pooling": (pooling_of, (), ['{"pooling_mode": %s}', '{"pooling_mode_lasttoken": %s}']),
     "settings": (settings_of, (ConfigError,), ["port = %s", "zzz = %s", "[%s]", "%s.a = 1"]),
 }  # fmt: skip
 

@@ -38,6 +38,7 @@ from mlxspec.speculate.proposer import Proposer
 from tests import tiny
 from tests.model.test_layout import save
 from tests.server.scripted import MESSAGES, Answer, Connection
+from tests.server.test_fim import PSM
 from tests.server.test_process import Caller, serve, stop_me
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -55,6 +56,12 @@ BODIES: dict[str, dict[str, Any]] = {
     PLAIN: {"prompt": "hello", "max_tokens": LONG, "ignore_eos": True},
     MESSAGE: {"messages": MESSAGES, "max_tokens": LONG, "ignore_eos": True},
     RESPONSE: {"input": "hello", "max_output_tokens": LONG, "ignore_eos": True},
+}
+OLLAMA, FIM, EMBED = "/api/chat", "/v1/fim/completions", "/v1/embeddings"
+MORE: dict[str, dict[str, Any]] = {
+    OLLAMA: {"messages": MESSAGES, "max_tokens": LONG, "ignore_eos": True},
+    FIM: {"prompt": "hello", "suffix": "world", "max_tokens": LONG, "ignore_eos": True},
+    EMBED: {"input": "hello"},
 }
 # What ends the engine, wherever it is raised: where, and the method or function.
 POINTS: list[tuple[Any, str]] = [
@@ -83,7 +90,7 @@ POINTS: list[tuple[Any, str]] = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = save_tokenizer(tmp_path_factory.mktemp("model"))
+    path = save_tokenizer(tmp_path_factory.mktemp("model"), extra=PSM)
     save(path, "llama")
     return path
 
@@ -126,6 +133,8 @@ def assert_(found: bool) -> None:
 
 def told(url: str, answer: Answer) -> str:
     """What a streamed answer ends with, or a whole one is, in its API's shape."""
+    if url == OLLAMA:
+        return str(json.loads(answer.body.splitlines()[-1])["error"])
     if answer.status != 200:
         error = answer.json["error"]
         assert answer.json.get("type") == ("error" if url == MESSAGE else None)
@@ -151,7 +160,7 @@ async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, i
     }
     await until(lambda: worker._streams)  # a grammar is among those that run
     for n, stream in enumerate((True, False)):
-        for url, body in BODIES.items():
+        for url, body in (BODIES | MORE).items():
             talks[url, n] = Connection(app, url, body | {"stream": stream})
     await until(lambda: len(worker._streams) == len(talks))
     gate.set()
@@ -182,7 +191,8 @@ def test_whoever_waits_is_told(
         health = await Connection(app, "/health", method="GET").answer()
         assert health.status == 503 and health.json["reason"] == "the engine has stopped"
         for (url, n), answer in answers.items():
-            assert answer.status == 200 if n in (0, 2) else answer.status in (500, 503), answer.body
+            streamed = n in (0, 2) and url != EMBED
+            assert answer.status == 200 if streamed else answer.status in (500, 503), answer.body
             said = told(url, answer)
             assert "injected" in said or "engine has stopped" in said, (url, n, said)
         late = await Connection(app, MESSAGE, BODIES[MESSAGE]).answer()

@@ -32,13 +32,16 @@ from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
 from tests import tiny
+from tests.drafters import attach_head
 from tests.server.live import serving
+from tests.server.test_fim import PSM
 from tests.tiny_tokenizer import save_tokenizer
 
 SLOTS, QUEUE = 4, 60
 BLOCKS = 200
 LIMIT = 120.0  # seconds that any wait may take
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+STORMED = PATHS | {"ollama": "/api/chat", "fim": "/v1/fim/completions"}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Json = dict[str, Any]
 
@@ -61,17 +64,22 @@ class Served:
 
 
 @contextmanager
-def served(root: Path, slots: int = SLOTS, queue: int = QUEUE, buffer: int = 0) -> Iterator[Served]:
+def served(
+    root: Path, slots: int = SLOTS, queue: int = QUEUE, buffer: int = 0, head: bool = False
+) -> Iterator[Served]:
+    """`head`: with one that drafts three tokens in every step."""
     made = []
 
     def start() -> Any:
         engine = tiny.engine(
             tiny.model("qwen3"), block=8, blocks=BLOCKS, max_sequences=slots, vocab=tiny.VOCAB
         )
+        if head:
+            attach_head(engine, depth=3, kind="eagle3")
         made.append(engine)
         return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
-    path = save_tokenizer(root / "model")
+    path = save_tokenizer(root / "model", extra=PSM)
     worker = Worker(tiny.manager(start), max_sequences=slots, max_queue=queue)
     worker.launch()
     try:
@@ -126,12 +134,15 @@ def body_of(api: str, seed: int, length: int, n: int, stream: bool, **more: Any)
     n."""
     text = f"hello {seed % 7} world " * (1 + seed % 5)
     asked: Json = {"temperature": 0.0, "stream": stream, **more}
+    if api == "fim":
+        asked |= {"prompt": text, "suffix": "and you"}
     if api != "messages":
         asked |= {"seed": seed, "temperature": 0.8, "ignore_eos": True}
     if api == "responses":
         return asked | {"input": text, "max_output_tokens": length}
-    asked |= {"messages": [{"role": "user", "content": text}], "max_tokens": length}
-    return asked | ({"n": n} if n > 1 else {})
+    if api != "fim":
+        asked |= {"messages": [{"role": "user", "content": text}]}
+    return asked | {"max_tokens": length} | ({"n": n} if n > 1 else {})
 
 
 def request(path: str, body: Json) -> bytes:
@@ -199,9 +210,14 @@ class Client:
 def said(api: str, reply: Reply, streamed: bool, n: int) -> tuple[str, list[tuple[Any, Any]]]:
     """(id, what each choice said and how it finished), of an answer that ends once and as it
     should."""
+    if api == "ollama":
+        lines = [json.loads(line) for line in reply.body.splitlines()]
+        assert [line["done"] for line in lines] == [False for _ in lines[1:]] + [True]
+        text = "".join(line["message"]["content"] for line in lines)
+        return "", [(text, lines[-1]["done_reason"])]
     if not streamed:
         body = reply.json
-        if api == "chat":
+        if api in ("chat", "fim"):
             assert sorted(c["index"] for c in body["choices"]) == list(range(n))
             return body["id"], [
                 (c["message"]["content"] or "", c["finish_reason"]) for c in body["choices"]
@@ -210,7 +226,7 @@ def said(api: str, reply: Reply, streamed: bool, n: int) -> tuple[str, list[tupl
             return body["id"], [(_text(body["output"]), body["status"])]
         return body["id"], [("".join(c["text"] for c in body["content"]), body["stop_reason"])]
     events = reply.events
-    if api == "chat":
+    if api in ("chat", "fim"):
         assert events.count("[DONE]") == 1 and events.pop() == "[DONE]"
         [name] = {e["id"] for e in events}
         texts, ends = [""] * n, [[] for _ in range(n)]  # type: ignore[var-annotated]
@@ -255,7 +271,7 @@ class Ask:
     @property
     def data(self) -> bytes:
         return request(
-            PATHS[self.api], body_of(self.api, self.seed, self.length, self.n, self.stream)
+            STORMED[self.api], body_of(self.api, self.seed, self.length, self.n, self.stream)
         )
 
 
@@ -263,7 +279,7 @@ def asks(count: int, rng: random.Random) -> list[Ask]:
     """Requests of which many come again, so that answers can be compared."""
     kinds = []
     for seed in range(min(count // 4, 60)):
-        api = rng.choice(list(PATHS))
+        api = rng.choice(list(STORMED))
         n = rng.choice([1, 1, 2]) if api == "chat" else 1
         kinds.append(Ask(api, seed, rng.choice([1, 5, 12, 30]), n, rng.random() < 0.6))
     return [rng.choice(kinds) for _ in range(count)]
@@ -301,7 +317,8 @@ async def storm(
             return
         assert reply.status == 200, reply
         name, answers = said(ask.api, reply, ask.stream, ask.n)
-        ids.append(name)
+        if name:
+            ids.append(name)
         assert answers == truth[ask.seed], f"{ask}: {answers} instead of {truth[ask.seed]}"
         seen["answered"] += 1
 
@@ -315,12 +332,15 @@ async def storm(
         await asyncio.gather(*(each() for _ in range(connections)))
 
 
+@pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_every_request_is_answered_once_as_in_a_quiet_run(tmp_path: Path, count: int) -> None:
-    """32 connections, three APIs; one client in five leaves: before they are heard, queued, in the
+def test_every_request_is_answered_once_as_in_a_quiet_run(
+    tmp_path: Path, count: int, head: bool
+) -> None:
+    """32 connections, five APIs; one client in five leaves: before they are heard, queued, in the
     middle."""
     seen, ids = Counter[str](), list[str]()
-    with served(tmp_path) as s:
+    with served(tmp_path, head=head) as s:
         asyncio.run(
             storm(s, asks(10, random.Random(1)), 4, Counter(), [])
         )  # what is opened once is open now
@@ -332,9 +352,10 @@ def test_every_request_is_answered_once_as_in_a_quiet_run(tmp_path: Path, count:
         assert soon(lambda: not s.server.server_state.connections and descriptors() <= before)
         booked = s.metrics("mlxspec_request_seconds_count") - booked
         assert s.app.state.server.metrics.refused == {}
+        assert bool(s.engine.spec_metrics.drafted) == head
     print(dict(seen), dict(booked))
     assert seen["answered"] + seen["left early"] + seen["left in the middle"] == count
-    assert len(set(ids)) == seen["answered"] > count / 2
+    assert len(set(ids)) == len(ids) and seen["answered"] > count / 2
     assert min(seen["left early"], seen["left in the middle"]) > count / 30
     # A client may leave behind its last byte, or before it was heard at all.
     ended = booked["length"] + booked["stop"]

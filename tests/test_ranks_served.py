@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -219,6 +220,70 @@ def kill_one(path: Path, cache: Path, victim: str, after: float) -> None:
             assert "Traceback" not in server.said
         else:
             assert "rank 0 is gone" in server.said
+
+
+@pytest.mark.slow
+def test_many_clients_of_two_ranks(path: Path, tmp_path: Path) -> None:
+    """More than run at once, of whom every third leaves: the others get what one alone gets, and
+    nothing is left."""
+    with served(path, tmp_path, "--ranks", "2", "--max-sequences", "3") as server:
+        prompts = ["hello " * n for n in range(1, 13)]
+
+        def ask(prompt: str) -> str:
+            found = server.complete(40, prompt=prompt, temperature=0.8)["choices"][0]["text"]
+            return str(found)
+
+        def one(number: int) -> str:
+            if number % 3:
+                return ask(prompts[number % 12])
+            for _ in zip(server.stream(ANSWER), range(number % 5 + 1), strict=False):
+                pass
+            return ""
+
+        truth = [ask(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(12) as pool:
+            said = list(pool.map(one, range(96)))
+        assert all(text == truth[i % 12] for i, text in enumerate(said) if i % 3)
+        page = server.get("/metrics")
+        for line in ('mlxspec_running{model="', 'mlxspec_waiting{model="'):
+            assert re.search(re.escape(line) + r'[^"]*"} 0\.0\n', page)
+        assert re.search(r'mlxspec_kv_blocks\{model="[^"]*",state="used"} 0\.0\n', page)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(END_S) == 0, server.said
+        assert "sampled other tokens" not in server.said
+
+
+HOSTS = {
+    "no file": None,
+    "no JSON": "{",
+    "an object": "{}",
+    "no hosts": "[]",
+    "one host": '[["127.0.0.1:1"]]',
+    "no port": '[["127.0.0.1"], ["127.0.0.1"]]',
+    "no address": '[["x:1"], ["x:2"]]',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HOSTS)
+def test_hosts_that_cannot_be_connected(path: Path, tmp_path: Path, what: str) -> None:
+    file = tmp_path / "hosts.json"
+    if (text := HOSTS[what]) is not None:
+        file.write_text(text)
+    variables = os.environ | {"MLX_RANK": "0", "MLX_HOSTFILE": str(file)}
+    words = [sys.executable, "-m", "mlxspec", "serve", str(path), "--port", "0"]
+    words += ["--cache-dir", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=variables)
+    assert done.returncode == 2, done.stderr
+    assert "the ranks cannot be connected" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_heads_that_cannot_be_divided(path: Path, tmp_path: Path) -> None:
+    """All processes end, and one line says why."""
+    with pytest.raises(AssertionError, match="cannot be split among 3 ranks") as caught:
+        Served(path, tmp_path, "--ranks", "3")
+    assert "Traceback" not in str(caught.value)
 
 
 @pytest.mark.slow

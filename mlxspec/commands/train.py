@@ -15,7 +15,7 @@ from mlxspec.config import Config
 from mlxspec.files import format_size, lock
 from mlxspec.progress import progress
 from mlxspec.service.status import get_status
-from mlxspec.types import Json, OutOfMemory, Request, Sampling, UserError
+from mlxspec.types import Json, OutOfMemory, Request, Sampling, UserError, line_of
 
 blas.load()
 
@@ -105,6 +105,8 @@ def train(config: Config, options: Options, server: Server) -> int:
         except KeyboardInterrupt:
             print("\nstopped; the same command goes on from here", file=sys.stderr)
             return 130
+        except RuntimeError as error:  # MLX's, without memory for example
+            raise UserError(f"{line_of(error)}; the same command goes on from here") from error
         finally:
             drop_others(made.with_name(name))
     if after <= before:
@@ -134,7 +136,8 @@ def _train(
     del trainer
     wanted = options.tokens - sum(map(len, learned))
     prompts = _prompts(model.tokenizer, texts)
-    answers = _answers(model, prompts, wanted, SampleFile(work / "answers.jsonl"), server, seconds)
+    file = SampleFile(work / "answers.jsonl", model.info.vocab)
+    answers = _answers(model, prompts, wanted, file, server, seconds)
     for prompt in prompts:
         if prompt.key in answers:
             (measured if prompt.held_out else learned).append(answers[prompt.key])
@@ -163,7 +166,8 @@ def _own_samples(
     learned: list[Sample] = []
     measured: list[Sample] = []
     left = options.tokens // 2
-    for sample in reversed(recorded(cache_of(model.config) / "answers", model.path)):
+    folder = cache_of(model.config) / "answers"
+    for sample in reversed(recorded(folder, model.path, model.info.vocab)):
         if left > 0:
             (measured if held_out(str(sample.tokens)) else learned).append(sample)
             left -= len(sample)

@@ -55,10 +55,11 @@ class Recorder:
             self._waiting.get()
 
 
-def recorded(folder: Path, model: Path) -> list[Sample]:
-    """The answers of the model in a directory, by whatever name it was served. Raises OSError."""
+def recorded(folder: Path, model: Path, vocab: int = 1 << 31) -> list[Sample]:
+    """The answers of the model in a directory, by whatever name it was served, and of `vocab`
+    tokens: another may have been there before. Raises OSError."""
     if not folder.exists():
         return []
     with lock(folder / "lock"):  # a server may replace the older file just now
         files = sorted(folder.glob(f"*{storage_name('', model)}*.jsonl"), reverse=True)
-        return [sample for path in files for sample in SampleFile(path).read().values()]
+        return [sample for path in files for sample in SampleFile(path, vocab).read().values()]

@@ -35,20 +35,28 @@ class Sample:
 
 
 class SampleFile:
-    """Samples by their keys: JSON lines, each written when its answer ends."""
+    """Samples by their keys: JSON lines, each written when its answer ends; of a model that has
+    `vocab` tokens."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, vocab: int = 1 << 31) -> None:
         self.path = path
+        self.vocab = vocab
 
     def read(self) -> dict[str, Sample]:
-        """What the file holds. A line that was cut off is left out."""
+        """What the file holds. A line that was cut off is left out, and one that holds anything
+        else: MLX does not check indices."""
         found = {}
         lines = self.path.read_text("utf-8", "replace").splitlines() if self.path.exists() else []
         for line in lines:
             try:
-                key, sample = json.loads(line)
-                found[key] = Sample(**sample)
-            except (ValueError, TypeError):
+                key, values = json.loads(line)
+                sample = Sample(**values)
+                known = all(
+                    type(token) is int and 0 <= token < self.vocab for token in sample.tokens
+                )
+                if known and 0 < sample.first <= len(sample.tokens):
+                    found[key] = sample
+            except (ValueError, TypeError, RecursionError):
                 continue
         return found
 
@@ -98,7 +106,8 @@ def _prompts() -> dict[str, Any]:
 
 def pieces(directory: Path) -> list[tuple[str, str]]:
     """The text files under a directory in pieces of whole lines, each after its file's name, in a
-    fixed random order; hidden files are left out. Raises UserError where there are none."""
+    fixed random order; hidden files and names that are no text are left out. Raises UserError where
+    there are none."""
     files = [path for path in directory.rglob("*") if _is_readable(path, directory)]
     files.sort(key=lambda path: key_of(str(path.relative_to(directory))))
     found = [
@@ -112,8 +121,9 @@ def pieces(directory: Path) -> list[tuple[str, str]]:
 
 
 def _is_readable(path: Path, directory: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
-    if hidden or path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
+    parts = path.relative_to(directory).parts
+    odd = any(part.startswith(".") or not part.isprintable() for part in parts)
+    if odd or path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
         return False
     return path.stat().st_size <= TEXT_BYTES
 

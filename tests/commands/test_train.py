@@ -1,5 +1,7 @@
 """`mlxspec train` on a tiny model: from the command line to the head that serve uses."""
 
+import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,9 @@ from mlxspec.config import Config
 from mlxspec.files import lock
 from mlxspec.resolve import resolve_model
 from mlxspec.service.status import Status
+from mlxspec.speculate.heads import load_head
+from mlxspec.speculate.heads.files import find_head
+from mlxspec.training.run import install
 from mlxspec.training.samples import Sample, SampleFile
 from mlxspec.types import UserError
 from tests.heads import kinds
@@ -98,6 +103,95 @@ def test_a_stopped_training_goes_on(
     assert status == 0
     after = SampleFile(file).read()
     assert {key: after[key] for key in kept} == kept
+
+
+FAULTS: list[tuple[str, Exception]] = [
+    ("mlxspec.commands.train.save_head", OSError(28, "No space left on device")),
+    ("mlxspec.training.run.write_tensors", OSError(28, "No space left on device")),
+    ("mlxspec.training.samples.SampleFile.append", OSError(28, "No space left on device")),
+    ("mlxspec.training.trainer.Trainer.step", RuntimeError("[malloc] Unable to allocate 8 bytes.")),
+    ("mlxspec.engine.engine.Engine.step", RuntimeError("[METAL] Insufficient Memory")),
+]
+
+
+@pytest.mark.parametrize(
+    "place, error",
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] if each in FAULTS[1:4] else [])
+        for each in FAULTS
+    ],
+    ids=[place.rpartition(".")[2] for place, _ in FAULTS],
+)
+def test_what_fails_is_told_in_a_line_and_the_head_in_use_stays(
+    place: str,
+    error: Exception,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    better(monkeypatch, 1.0, 1.5)
+    name = train.storage_name(kinds.TARGET.name, kinds.TARGET)
+    used = kinds.write("eagle3", "speculators", cache / "heads" / f"{name}.1")
+    install(used, cache / "heads" / name)
+
+    def fails(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(place, fails)
+    assert command(*WORDS) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and said.count("error: ") == 1
+    assert (error.args[1] if isinstance(error, OSError) else str(error)) in said
+    found = resolve_model(Config(model=str(kinds.TARGET), cache_dir=str(cache))).draft
+    assert found is not None and found.path.resolve() == used.resolve()
+    assert {path.name for path in (cache / "heads").iterdir()} == {name, used.name}
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_goes_on(cache: Path) -> None:
+    """`kill -9` at any moment: what serve would use is no head or a whole one, and the same command
+    ends."""
+    rng, config = random.Random(5), Config(model=str(kinds.TARGET), cache_dir=str(cache))
+    words = [sys.executable, "-m", "mlxspec", "train", str(kinds.TARGET), *WORDS]
+    words += ["--url", "http://127.0.0.1:9"]
+    for life in range(8):
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            said, _ = child.communicate(timeout=rng.uniform(1, 12) if life < 7 else 300)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            said, _ = child.communicate()
+        assert child.returncode in (0, 1, -9), said
+        if found := resolve_model(config).draft:
+            assert load_head(find_head(found.path), kinds.plain_target()) is not None
+    assert child.returncode in (0, 1), said
+    left = list((cache / "heads").iterdir()) if (cache / "heads").exists() else []
+    assert len(left) in (0, 2)  # the head and the link to it
+    assert not list(cache.rglob("part-*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--tokens", "0"),
+        ("--tokens", "many"),
+        ("--epochs", "21"),
+        ("--kind", "medusa"),
+        ("--draft-vocab-size", "-1"),
+        ("--data", str(Path(__file__))),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_told_in_a_line(
+    words: tuple[str, ...], cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*words) == 2
+    said = capsys.readouterr().err
+    assert words[0] in said and "Traceback" not in said
+
+
+def test_without_a_server_nobody_waits() -> None:
+    train.Server("http://127.0.0.1:9", "").wait()
 
 
 def test_one_training_of_a_model_at_a_time(

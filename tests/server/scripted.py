@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.types import ASGIApp, Message
 
 from mlxspec.config import Config
@@ -132,7 +133,10 @@ class Scripted:
                 for t in tokens
             )
         )
-        return Output(request.id, index, tokens, logprobs, finish, self.cached, rounds)
+        vector = np.ones(4, np.float32) if request.pooling else None
+        return Output(
+            request.id, index, tokens, logprobs, finish, self.cached, rounds, embedding=vector
+        )
 
     def push(
         self, text: str = "", finish: Finish | None = None, index: int = 0, error: str = ""

@@ -1,8 +1,9 @@
 """A head that is damaged or belongs to another model costs a line in the log, never a request."""
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlxspec.config import Config
 from mlxspec.engine.drafting import load_drafting
 from mlxspec.engine.loader import load_engine
+from mlxspec.model.layout import load
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.block import Block
 from mlxspec.speculate.heads.eagle import Eagle3
@@ -331,6 +333,44 @@ def test_other_heads_that_do_not_fit(
     path = kinds.save_head(tmp_path, *change(*kinds.trained(kind)))
     why = kinds.why_left_out(path, caplog)
     assert f"decoding without a head: the head in {path} " in why and said in why
+
+
+ODD = ["true", "-1", "0", "0.5", '"x"', "[]", "{}", "[[]]", "1e999", "9" * 400, "null"]
+
+
+def with_odd_values(config: Any) -> Iterator[tuple[Path, Any]]:
+    """The config with each value that it holds, at any depth, replaced by each of ODD."""
+    for name, value in config.items():
+        for odd in map(json.loads, ODD):
+            yield Path(name), config | {name: odd}
+        if isinstance(value, dict):
+            for place, inner in with_odd_values(value):
+                yield name / place, config | {name: inner}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dspark",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in kinds.TRAINED if kind != "dspark"),
+    ],
+)
+def test_a_config_that_holds_anything(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head that is left out is left out in a line; nothing is raised."""
+    target = load(kinds.target_of(kind))[0]
+    path = kinds.save_head(tmp_path, *kinds.trained(kind))
+    depths = set()
+    for place, config in with_odd_values(kinds.config_of(kind)):
+        caplog.clear()
+        packagings.write_json(path / "config.json", config)
+        head = load_head(find_head(path), target)
+        said = warnings_in(caplog)
+        assert len(said) == (head is None), (place, config, said)
+        if head is not None:
+            depths.add(head.depth)
+    assert min(depths) >= 1
 
 
 # ---- a head that fails

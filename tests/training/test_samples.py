@@ -1,5 +1,7 @@
 """What a head learns from: files of answers, prompts, and the user's texts."""
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,26 @@ def test_texts_are_cut_between_lines(tmp_path: Path) -> None:
     assert sum(map(len, parts)) == 100 * len(line)
     assert all(part.endswith("\n") and len(part) <= PIECE_CHARS for part in parts)
     assert found == pieces(tmp_path)
+
+
+def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    """As archives of other systems leave them; macOS refuses some."""
+    (tmp_path / "whole.py").write_text("x = 1\n")
+    (tmp_path / "a\nb.py").write_text("x = 2\n")
+    with contextlib.suppress(OSError):
+        (tmp_path / os.fsdecode(b"\xff.py")).write_text("x = 3\n")
+    assert pieces(tmp_path) == [("whole.py", "x = 1\n")]
+
+
+def test_tokens_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    """Another model lay in its directory when they were recorded."""
+    file = SampleFile(tmp_path / "answers.jsonl", 10)
+    file.append("a", Sample([1, 2, 3], 1))
+    for tokens in ([1, 2, 10], [1, 2, -1], [1, 2, True], [1, 2, 0.5]):
+        file.append("b", Sample(tokens, 1))
+    for first in (0, 4, -1):
+        file.append("c", Sample([1, 2, 3], first))
+    assert file.read() == {"a": Sample([1, 2, 3], 1)}
 
 
 def test_a_directory_without_texts_is_refused(tmp_path: Path) -> None:

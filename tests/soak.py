@@ -29,6 +29,8 @@ from mlxspec.progress import Report, progress
 from tests.asks import Ask, Said, Unfinished, asks, known_prompts, said
 from tests.heads import kinds, packagings
 from tests.processes import BLOCKS, Held, Server, Training
+from tests.server.test_fim import PSM
+from tests.tiny_tokenizer import AGENT, CALLS, THINK
 
 STORM_S, REST_S = 10.0, 5.0
 WIDTH = 10  # most requests at once, but for bursts
@@ -71,9 +73,15 @@ class Seen:
         """Of a core, what the training took while the server was busy."""
         return sum(cpu for _, cpu in self.storms) / max(sum(s for s, _ in self.storms), 1e-9)
 
+    @property
+    def answered(self) -> int:
+        return sum(n for what, n in self.counts.items() if what.startswith("answered"))
+
     def faults(self) -> list[str]:
         """All that is wrong, in a line each."""
         found = self.wrong[:5]
+        if not self.answered:
+            found.append("nothing was answered")
         for name, spare in SPARE.items():
             early, late = self.growth(name)
             if late > early * SLACK + spare:
@@ -106,9 +114,6 @@ def models(root: Path) -> dict[str, Path]:
 
 def with_tokens(path: Path) -> None:
     """Give a model control tokens in the place of bytes that no text has."""
-    from tests.server.test_fim import PSM
-    from tests.tiny_tokenizer import AGENT, CALLS, THINK
-
     written = packagings.read_json(path / "tokenizer.json")
     vocab, example = written["model"]["vocab"], written["added_tokens"][-1]
     for byte, token in enumerate((*THINK, *CALLS, *PSM)):
@@ -164,7 +169,7 @@ class Clients:
             if leaves is None:
                 self.seen.wrong.append(f"{ask}: no end after {LIMIT_S:.0f} s")
             self.seen.counts["left early"] += 1
-        except (httpx.HTTPError, Unfinished) as error:
+        except (httpx.HTTPError, Unfinished, ValueError, LookupError) as error:
             self.seen.wrong.append(f"{ask}: {error!r}")
 
     def judge(self, ask: Ask, answer: httpx.Response, data: bytes) -> None:
@@ -288,8 +293,7 @@ def soak(seconds: float, report: Report = lambda done, total: None) -> Seen:
 def show(seen: Seen, seconds: float) -> None:
     """The report."""
     table = Table("What", "Seen", title=f"{seconds / 60:.1f} minutes with everything on")
-    answered = sum(n for what, n in seen.counts.items() if what.startswith("answered"))
-    table.add_row("answered, as in a quiet run", str(answered))
+    table.add_row("answered, as in a quiet run", str(seen.answered))
     for what, n in sorted(seen.counts.items()):
         table.add_row(what.replace("answered", " "), str(n))
     for name in SPARE:

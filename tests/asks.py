@@ -70,8 +70,9 @@ def _chats(rng: random.Random) -> Iterator[Ask]:
         yield Ask("/v1/responses", created | drawn)
         options = _sampled(seed) | {"num_predict": most}
         yield Ask("/api/chat", {"messages": messages, "options": options, "stream": stream})
+    options = {"temperature": 0.0, "num_predict": 20}
     yield Ask("/v1/chat/completions", chat | {"response_format": FORMAT, "temperature": 0.0})
-    yield Ask("/api/chat", {"messages": messages, "format": NUMBERS, "stream": False})
+    yield Ask("/api/chat", {"messages": messages, "options": options, "format": NUMBERS})
 
 
 def _tools(rng: random.Random) -> Iterator[Ask]:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 BLOCKS = 160  # of a model
 END_S = 40  # for a process to end
 GAUGES = ("footprint_bytes", "mlx_active_bytes", "live_arrays")
-TOKENS = 1500  # to learn from; the next training has as many more
+TOKENS = 8000  # to learn from; the next training has as many more
 ANSWERING, TRAINING, TRAINED = "time: about", "training on", "held-out"  # lines of `mlxspec train`
 STATUSES = {0, 1, 130}  # used, no better, interrupted
 

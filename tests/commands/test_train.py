@@ -152,8 +152,8 @@ def test_a_training_that_is_killed_goes_on(cache: Path) -> None:
     """`kill -9` at any moment: what serve would use is no head or a whole one, and the same command
     ends."""
     rng, config = random.Random(5), Config(model=str(kinds.TARGET), cache_dir=str(cache))
-    words = [sys.executable, "-m", "mlxspec", "train", str(kinds.TARGET), *WORDS]
-    words += ["--url", "http://127.0.0.1:9"]
+    words = [sys.executable, "-m", "mlxspec", "train", str(kinds.TARGET), "--tokens", "8000"]
+    words += ["--draft-vocab-size", "512", "--url", "http://127.0.0.1:9"]
     for life in range(8):
         child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:

@@ -24,7 +24,7 @@ from mlxspec.server.openai.schema import Embeddings
 from mlxspec.server.state import Model, report, run_on_text_thread, while_connected
 from mlxspec.server.stream import failure
 from mlxspec.text.messages import listed
-from mlxspec.types import Busy, Pooling, Request
+from mlxspec.types import Busy, Pooling, Request, shown
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
@@ -83,7 +83,7 @@ async def embed(
                     raise failure(output)
                 width = len(output.embedding)
                 if dimensions and dimensions > width:
-                    why = f"dimensions = {dimensions}: an embedding of {model.name} has {width}"
+                    why = f"dimensions = {shown(dimensions)}: an embedding of {model.name} has {width}"
                     raise invalid("dimensions", f"{why}; send fewer")
                 vector = output.embedding[:dimensions]
                 vectors.append(vector / np.linalg.norm(vector))

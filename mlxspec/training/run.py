@@ -128,7 +128,7 @@ class Training:
                 trainer.resume(tensors)
                 print(f"going on after step {trainer.done}")
                 return
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             log.warning("the saved training cannot be read: %s", line_of(error))
         print("starting again: the options, or what there is to learn from, have changed")
 

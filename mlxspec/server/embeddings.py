@@ -83,8 +83,9 @@ async def embed(
                     raise failure(output)
                 width = len(output.embedding)
                 if dimensions and dimensions > width:
-                    why = f"dimensions = {shown(dimensions)}: an embedding of {model.name} has {width}"
-                    raise invalid("dimensions", f"{why}; send fewer")
+                    given = f"dimensions = {shown(dimensions)}"
+                    why = f"{given}: an embedding of {model.name} has {width}; send fewer"
+                    raise invalid("dimensions", why)
                 vector = output.embedding[:dimensions]
                 vectors.append(vector / np.linalg.norm(vector))
         finally:

@@ -114,14 +114,8 @@ FAULTS: list[tuple[str, Exception]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "place, error",
-    [
-        pytest.param(*each, marks=[pytest.mark.slow] if each in FAULTS[1:4] else [])
-        for each in FAULTS
-    ],
-    ids=[place.rpartition(".")[2] for place, _ in FAULTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place, error", FAULTS)
 def test_what_fails_is_told_in_a_line_and_the_head_in_use_stays(
     place: str,
     error: Exception,
@@ -180,7 +174,7 @@ def test_a_training_that_is_killed_goes_on(cache: Path) -> None:
         ("--draft-vocab-size", "-1"),
         ("--data", str(Path(__file__))),
     ],
-    ids=" ".join,
+    ids=lambda words: words[0],
 )
 def test_a_wrong_option_is_told_in_a_line(
     words: tuple[str, ...], cache: Path, capsys: pytest.CaptureFixture[str]

@@ -269,6 +269,10 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     taps = tuple(config["target_layer_ids"])
     module = Block(config, len(taps), width)
     depth = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
+    if type(depth) is not int or depth < 1:
+        raise UnsupportedModel(
+            f"the head in {files.path} has block_size = {config['block_size']}, which drafts nothing"
+        )
     check_taps(files, taps, has)
     tensors = {_named(name): x for name, x in files.tensors.items()}
     size = config["hidden_size"]

@@ -27,11 +27,12 @@ from mlxspec.speculate.heads.tensors import (
     mask_of,
     sizes_of,
 )
-from mlxspec.types import Json, UnsupportedModel
+from mlxspec.types import Json, UnsupportedModel, shown
 
 INNER = "dflash_config"  # settings in it override those beside it
 AUX_LAYERS = "aux_hidden_state_layer_ids"  # id i stands for the hidden state before layer i
 SLIDING = "sliding_attention"
+MAX_BLOCK = 256  # tokens
 # Settings that change what a head computes and are not read, with the values that change nothing.
 UNREAD = {
     "attention_sink_bias": (False,),
@@ -269,10 +270,9 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     taps = tuple(config["target_layer_ids"])
     module = Block(config, len(taps), width)
     depth = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
-    if type(depth) is not int or depth < 1:
-        raise UnsupportedModel(
-            f"the head in {files.path} has block_size = {config['block_size']}, which drafts nothing"
-        )
+    if type(depth) is not int or not 0 < depth <= MAX_BLOCK:
+        given = f"block_size = {shown(config['block_size'])}"
+        raise UnsupportedModel(f"the head in {files.path} has {given}; up to {MAX_BLOCK} can be")
     check_taps(files, taps, has)
     tensors = {_named(name): x for name, x in files.tensors.items()}
     size = config["hidden_size"]

@@ -22,12 +22,11 @@ from mlxspec.types import Json
 
 MAX_COMPILED = 32  # grammars in the cache
 MAX_BYTES = 1 << 19  # of a grammar
-MAX_BLANKS = 2  # tokens of white space between reasoning and answer
+MAX_BLANKS = 4  # characters of white space between reasoning and answer
 MAX_DIGITS = 32  # in a row where no letter may come: a number that is longer would never end
 MAX_RESTARTS = 2  # of one answer
 SLOW_S = 0.05  # a mask takes a hundredth of that
 MAX_SLOW = 16  # slow masks of one answer
-BLANKS = ("\n", "\n\n", " ")
 # Keywords by which an object may have more properties than it lists.
 OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
 
@@ -83,9 +82,7 @@ class Grammars:
     def rules(self, parts: Iterable[str]) -> str:
         """A whole Lark grammar: the alternative of several rules, each followed by the rules that
         it refers to."""
-        lines = []
-        for i, part in enumerate(parts):
-            lines.append(f"way{i}: {part}")
+        lines = [f"way{i}: {part}" for i, part in enumerate(parts)]
         ways = " | ".join(f"way{i}" for i in range(len(lines)))
         return "\n".join([f"start: {ways}", *lines])
 
@@ -159,16 +156,12 @@ class Vocabulary:
         closer = self._tokenizer.think_end_tokens
         if thinking is False or not closer:
             return "start: @answer"
-        blanks = [self.inner.greedy_tokenize(blank) for blank in BLANKS]
-        single = sorted(tokens[0] for tokens in blanks if len(tokens) == 1)
-        free, end = f"<[^{_listed([*self._eos, closer[-1]])}]>*", f"<[{closer[-1]}]>"
-        think = f"{free} {end}"
-        if single:
-            think += f" <[{_listed(single)}]>{{0,{MAX_BLANKS}}}"
+        ends = ",".join(map(str, [*self._eos, closer[-1]]))
+        think = f"<[^{ends}]>* <[{closer[-1]}]> BLANKS?"
         if thinking is None:
             opener = " ".join(f"<[{token}]>" for token in self._tokenizer.think_start_tokens)
             think = f"({opener} {think})?"
-        return f"start: {think} @answer"
+        return f"start: {think} @answer\nBLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
 
 
 @dataclass(slots=True)
@@ -279,10 +272,6 @@ def _warm_error(matcher: LLMatcher) -> str:
 
 def _bits(tokens: Iterable[int]) -> int:
     return sum(1 << token for token in set(tokens))
-
-
-def _listed(tokens: Iterable[int]) -> str:
-    return ",".join(map(str, tokens))
 
 
 # ---- the rule of tool calls

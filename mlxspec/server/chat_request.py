@@ -80,7 +80,13 @@ def chat_generation(made: Generation, chat: ChatRequest) -> Generation:
     constrained, single = grammar is not None, not body.parallel_tool_calls
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, chat.continued)
-        parts = OutputParser(model.tokenizer, tools, bool(prompt.thinking), _call_id, constrained)
+        parts = OutputParser(
+            model.tokenizer,
+            tools,
+            bool(prompt.thinking),
+            _call_id,
+            constrained,
+        )
         made.choices.append(Choice(i, request, reader, parts, single))
     made.requests.append(request)
     remember_all = partial(_remember, model, talk, prompt, made.choices)

@@ -99,7 +99,12 @@ async def answer(http: HttpRequest) -> ASGIApp:
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
     options = template_options(None, **{variable: body.think})
-    asked = ChatRequest(body.messages, body.tools, options=options, source=source)
+    asked = ChatRequest(
+        body.messages,
+        body.tools,
+        options=options,
+        source=source,
+    )
     return await run_on_text_thread(http, chat_generation, made, asked)
 
 

@@ -89,7 +89,7 @@ class ResolvedModel:
 
 def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
-    found = []
+    found: list[str] = []
     for each in _each(config):
         model, path = _split_name(each.model)[1] or DEFAULT, None
         with suppress(UnsupportedModel):  # which its user reports

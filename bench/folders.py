@@ -10,6 +10,11 @@ import mlx.core as mx
 
 # A message that begins so is the whole prompt: what the rest of it says, and nothing around.
 RAW = "<raw>"
+PAST = (  # the chat template; of a model that could see, messages are lists of parts
+    "{% set said = messages[0]['content'] %}"
+    "{% set said = said if said is string else said[0]['text'] %}"
+    f"{{% if said[:{len(RAW)}] == '{RAW}' %}}{{{{ said[{len(RAW)}:] }}}}"
+)
 # Tokens of a model without a form to fill in the middle, which take the names of one that has it:
 # such a model answers nonsense, after the same work.
 LENT = {
@@ -27,10 +32,8 @@ def chatting(model: Path, out: Path) -> Path:
     about = _read(model / "tokenizer_config.json")
     own = model / "chat_template.jinja"
     template = own.read_text("utf-8") if own.exists() else about.pop("chat_template", "")
-    cut = f"messages[0]['content'][{len(RAW)}:]"
-    raw = f"{{% if messages[0]['content'][:{len(RAW)}] == '{RAW}' %}}{{{{ {cut} }}}}"
     made = {
-        "chat_template.jinja": f"{raw}{{% else %}}{template}{{% endif %}}",
+        "chat_template.jinja": f"{PAST}{{% else %}}{template}{{% endif %}}",
         "tokenizer_config.json": json.dumps(about),
     }
     config = _read(model / "config.json")

@@ -37,6 +37,9 @@ def test_a_raw_message_is_the_prompt_and_others_are_as_before(model: Path, tmp_p
     assert chatting(model, made) == made  # each start of a server makes it
     assert said(model, "hello") == said(made, "hello") == "UhelloA"
     assert said(made, RAW + "hello") == "hello"
+    template = load_tokenizer(made).apply_chat_template  # a server may send parts
+    parts = [{"role": "user", "content": [{"type": "text", "text": RAW + "hello"}]}]
+    assert template(parts, tokenize=False) == "hello"
     assert (made / "model.safetensors").samefile(model / "model.safetensors")
 
 

@@ -168,8 +168,9 @@ class Engine:
             self.counters["prompt_tokens"] += max(0, min(e.count, prompt))
         outputs = self.scheduler.commit(step.plan, accepted)
         self.counters["generated_tokens"] += sum(len(o.tokens) for o in outputs)
+        outputs += self._advance(step.plan, accepted)  # before drafters ask what is forced next
         self.proposer.observe(step, accepted, self.step_seconds)
-        return outputs + self._advance(step.plan, accepted)
+        return outputs
 
     # ---- grammars ----------------------------------------------------------------------------
 

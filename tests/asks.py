@@ -148,6 +148,7 @@ TEXTS = frozenset(
     " tokens_predicted".split()
 )
 PLACES = ("index", "output_index", "content_index")
+STILL_HERE = "response.in_progress"  # repeats the request, as often as an answer is slow
 ENDS = ("message_stop", "response.completed", "response.incomplete")
 
 
@@ -205,7 +206,8 @@ def said(media: str, data: bytes) -> Said:
         failed = event.get("type") == "response.failed"
         if error := event["response"]["error"] if failed else event.get("error"):
             raise Unfinished(str(error))
-        found.add(event, ())
+        if event.get("type") != STILL_HERE:
+            found.add(event, ())
     last = events[-1] if events else {}
     if not (whole or lines[-1] == "[DONE]" or last.get("type") in ENDS or last.get("done")):
         raise Unfinished(data[-200:].decode(errors="replace"))

@@ -256,8 +256,6 @@ def test_many_clients_of_two_ranks(path: Path, tmp_path: Path) -> None:
 HOSTS = {
     "no file": None,
     "no JSON": "{",
-    "an object": "{}",
-    "no hosts": "[]",
     "one host": '[["127.0.0.1:1"]]',
     "no port": '[["127.0.0.1"], ["127.0.0.1"]]',
     "no address": '[["x:1"], ["x:2"]]',

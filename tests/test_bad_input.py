@@ -68,7 +68,6 @@ KINDS: dict[type[Strict], dict[str, Any]] = {
     openai_schema.Embeddings: {"input": "a"},
     ollama_schema.Chat: {},
     ollama_schema.Generate: {},
-    ollama_schema.Embed: {"input": "a"},
 }
 DEEP = 100_000
 VALUES = {  # JSON texts, as they stand in a body or a file

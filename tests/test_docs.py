@@ -77,7 +77,7 @@ def test_every_metric_has_its_row() -> None:
     from mlxspec.types import ModelInfo, Served, Stats
 
     info = ModelInfo("tiny", 512, 320, "rows", 16, 1, 1, 1)
-    stats = Stats(drafts=(("lookup", 1, 1, 1),), depths=((1, 1),))
+    stats = Stats(drafts=(("lookup", 1, 1, 1),))
     shown = Metrics(lambda: {"tiny": Served(info, stats=stats)})
     served = {f.name + "_total" * (f.type == "counter") for f in shown.registry.collect()}
     written = set(re.findall(r"^\| `(mlxspec_\w+)", read("docs/operating.md"), re.M))

@@ -159,10 +159,11 @@ async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, i
         (CHAT, 2): Connection(app, CHAT, BODIES[CHAT] | {"response_format": FORMAT, "stream": True})
     }
     await until(lambda: worker._streams)  # a grammar is among those that run
-    for n, stream in enumerate((True, False)):
-        for url, body in (BODIES | MORE).items():
-            talks[url, n] = Connection(app, url, body | {"stream": stream})
-    await until(lambda: len(worker._streams) == len(talks))
+    for bodies in (BODIES, MORE):  # an embedding is not among the first four: it would be answered
+        for n, stream in enumerate((True, False)):
+            for url, body in bodies.items():
+                talks[url, n] = Connection(app, url, body | {"stream": stream})
+        await until(lambda: len(worker._streams) == len(talks))
     gate.set()
     await until(
         lambda: tiny.stats(worker).running == 4 and tiny.stats(worker).waiting == len(talks) - 4

@@ -225,7 +225,7 @@ def test_the_next_start_uses_the_warmup_cache(
     options = settings(cache_dir=str(cache))
     first, info = load_engine(path, "tiny", options)
     monkeypatch.setattr(loader, "find_layout", None)  # trying again would fail
-    monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
+    monkeypatch.setattr(calibrate, "time_step", None)  # and so would measuring
     second, again = load_engine(path, "tiny", options)
     assert replace(again, created=info.created) == info
     assert second.counters["steps"] == 0

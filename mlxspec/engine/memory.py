@@ -118,8 +118,8 @@ def system_level() -> int:
 
 @dataclass(slots=True)
 class MemoryMonitor:
-    """The memory pressure level: the worse of the system's level and that of free  Any
-    thread may poll; figures are read once a second.
+    """The memory pressure level: the worse of the system's level and that of free
+    memory. Any thread may poll; figures are read once a second.
 
     The level rises at once and falls when it was not reached for HOLD_S seconds.
     """
@@ -209,8 +209,10 @@ def make_plan(
         counts.append(pool.least + more)
         cache_bytes += pool.unit * counts[-1]
     blocks, *window_blocks, sequences, snapshots = counts
-    # A context uses a quarter of the snapshots at most.
-    stride = max(LEAST_STRIDE, -(-context // (config.block_size * max(1, snapshots // 4))))
+    # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
+    by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
+    by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
+    stride = max(LEAST_STRIDE, by_size, by_count)
     kept = dict(zip(windows, window_blocks, strict=True))
     return MemoryPlan(weights, cache_bytes, blocks, kept, sequences, snapshots, stride)
 

@@ -10,7 +10,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -249,7 +249,8 @@ class Worker:
             trace = None if isinstance(error, RankLost) else error
             log.critical("the engine thread died: %s", reason, exc_info=trace)
         else:
-            self._started.set_exception(error)
+            with suppress(InvalidStateError):  # a lost rank was first
+                self._started.set_exception(error)
         self._call_loop(lambda: self._finish_all("error", error=reason))
 
     # ---- engine thread

@@ -18,7 +18,7 @@ from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
 from mlxspec.model.recurrent import StateRecorder, by_entry
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.types import FINAL_NORM, NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
+from mlxspec.types import NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
@@ -42,6 +42,7 @@ class Step:
     shift: Shift
     logits: Any
     taps: dict[Tap, Array]
+    pooled: dict[Entry, Array] = field(default_factory=dict)  # float32 [count, D], for embeddings
     first_row: dict[Seq, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
     recordings: Sequence[StateRecorder] = ()  # of recurrent layers, where there are drafts
@@ -197,11 +198,14 @@ def _padded_table(
 ) -> list[int]:
     """An entry's block table, with null blocks for its padding."""
     end = e.start + e.inflight_drafts + length
+    if not length or end <= len(table) * size:
+        return table
     return table + [NULL_BLOCK for _ in range(len(table), ceil(end / size))]
 
 
 def starts_of(plan: Plan, length: int = 0) -> dict[Entry, int]:
-    """The index of each entry's first row among all rows, `length` for each entry, 0: its own."""
+    """The index of each entry's first row among those of entries padded to `length` rows; 0: not
+    padded."""
     starts, row = {}, 0
     for e in plan:
         starts[e] = row
@@ -212,11 +216,8 @@ def starts_of(plan: Plan, length: int = 0) -> dict[Entry, int]:
 def pool_rows(step: Step) -> None:
     """Add the rows of a step that was read to the embeddings of its sequences. The sum of all rows
     has the direction of their mean."""
-    for e, first in starts_of(step.plan).items():
-        if not e.seq.request.pooling:
-            continue
-        hidden = step.taps[FINAL_NORM][first : first + e.count]
-        rows = np.array(hidden.astype(mx.float32))  # [count, D]
+    for e, hidden in step.pooled.items():
+        rows = np.array(hidden)
         if e.seq.request.pooling == "last":
             rows = rows[-1:]
         elif e.start:  # 0: it begins, again after a preemption

@@ -70,7 +70,7 @@ class Ranks:
     samples: deque[Array] = field(default_factory=deque)
     _checksum: int = 0
     # Time of the last message, and seconds after which the next one is missed.
-    _waits: tuple[float, float] = (0.0, inf)
+    _last_message: tuple[float, float] = (0.0, inf)
     _sent: Array | None = None  # the last message, with what the others gave
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Ranks:
     def _expect(self, message: Json, seconds: float = TIMEOUT_S) -> None:
         """Expect another message in so many seconds. A model that is to be loaded may have to be
         downloaded on another rank before."""
-        self._waits = time.monotonic(), inf if "load" in message else seconds
+        self._last_message = time.monotonic(), inf if "load" in message else seconds
 
     # ---- rank 0 ------------------------------------------------------------------------------
 
@@ -168,11 +168,11 @@ class Ranks:
         def loop() -> None:
             silent = 0.0
             limit = inf
-            while silent < limit and not _ended(self.children):
+            while silent < limit and not _why_ended(self.children):
                 if self.rank and os.getppid() != parent:
                     break
                 time.sleep(WATCH_S)
-                heard, limit = self._waits
+                heard, limit = self._last_message
                 silent = time.monotonic() - heard
             lost(self._suspect(f"no message for {silent:.0f} s"))
 
@@ -189,10 +189,10 @@ class Ranks:
         """Which rank is gone, as far as this process can know."""
         time.sleep(EXIT_S)
         beside = {(self.rank + step) % self.size for step in (1, -1)}
-        return _ended(self.children) or f"rank {' or '.join(map(str, beside))} is gone: {why}"
+        return _why_ended(self.children) or f"rank {' or '.join(map(str, beside))} is gone: {why}"
 
 
-def _ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
+def _why_ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
     """Which of the other ranks has ended, of all that this process started; "": none."""
     for rank, child in enumerate(children, 1):
         if child.poll() is not None:
@@ -234,11 +234,11 @@ def _connect(children: Sequence[subprocess.Popen[bytes]]) -> Ranks:
     # A rank that ends before it has connected interrupts MLX, which would wait for it for ever.
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        why = _ended(children)
+        why = _why_ended(children)
         if not why:
             return Ranks(mx.distributed.init(strict=True), children)
     except RuntimeError as error:
-        why = _ended(children) or line_of(error)
+        why = _why_ended(children) or line_of(error)
     finally:
         signal.signal(signal.SIGCHLD, before)
     for child in children:

@@ -85,7 +85,7 @@ def _part_after(
     offsets: Array,
     rows: Array,
 ) -> Array:
-    """The part [B, offsets, D] of x [B, L, D] at these offsets to the number of rows."""
+    """Rows [B, offsets, D] of x [B, L, D]: those at rows[b] + offsets of x[b]."""
     places = rows[:, None] + offsets
     return mx.take_along_axis(x, places[..., None], axis=1)
 
@@ -195,11 +195,12 @@ class RecurrentStates:
         self.dtypes = [array.dtype for array in arrays]
         if recorder or entries[0].rows <= MAX_SLICED_ROWS:
             _assign(entries, arrays)
-        else:
-            for e, part in zip(entries, _slices(arrays, len(entries)), strict=True):
-                e.seq.state = own(part)  # a slice would pin all that the pass read
-                e.seq.batch = None
-        return arrays
+            return arrays
+        parts = [own(part) for part in _slices(arrays, len(entries))]
+        for e, part in zip(entries, parts, strict=True):  # a slice would pin all that the pass read
+            e.seq.state = part
+            e.seq.batch = None
+        return [array for part in parts for array in part]
 
     def release(self) -> None:
         """Stop recording and drop the layers' arrays: the forward is built, or failed."""

@@ -27,6 +27,7 @@ from mlxspec.model.batch import (
     own_rows,
     padded_rows,
     sampled_rows,
+    starts_of,
 )
 from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
@@ -211,11 +212,18 @@ class Runner:
             row_shift = shift[mx.array(owners)]
         ids = build_inputs(plan, previous, shift)
         asked = self.view.taps
-        if any(e.seq.request.pooling for e in plan):
+        pooling = [e for e in plan if e.seq.request.pooling]
+        if pooling:
             self.view.taps = {*asked, FINAL_NORM}
         logits, taps = self._forward(plan, ids, shift)
         self.view.taps = asked
-        return Step(plan, ids, rows_of(plan), row_shift, logits, taps)
+        step = Step(plan, ids, rows_of(plan), row_shift, logits, taps)
+        if pooling:
+            first = starts_of(plan)
+            for e in pooling:
+                hidden = taps[FINAL_NORM][first[e] : first[e] + e.count]
+                step.pooled[e] = hidden.astype(mx.float32)
+        return step
 
     def sample(self, step: Step) -> Sampled | None:
         """Lazy samples of a forward's sampled rows; None where no entry samples."""
@@ -244,7 +252,7 @@ class Runner:
         own: list[Array] = []
         if self.layout == "solo":
             own = arrays_in([cache.state for e in step.plan for cache in e.seq.state])
-        results: list[Any] = [own, step.taps]
+        results: list[Any] = [own, step.taps, list(step.pooled.values())]
         if sampled:
             results += sampled.logprobs, sampled.accepted
             step.marker = sampled.tokens

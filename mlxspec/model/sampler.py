@@ -175,21 +175,26 @@ def _penalize(
     inputs: Array,
 ) -> Array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
-    (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858). Neutral ones change no bit."""
-    if not any(row.sampling.penalized for row in rows):
+    (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
+    chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
+    if not chosen:
         return x
-    in_prompt, counts = _token_counts(rows, inputs, x.shape[-1])
+    penalized = [rows[r] for r in chosen]
+    in_prompt, counts = _token_counts(penalized, inputs, x.shape[-1])
     generated = counts > 0
     penalties = []
-    for row in rows:
+    for row in penalized:
         s = row.sampling
         penalties.append([s.repetition_penalty, s.frequency_penalty, s.presence_penalty])
     columns = mx.array(penalties, mx.float32).T
     repetition, frequency, presence = columns[:, :, None]
     x = x.astype(mx.float32)
-    repeated = mx.where(x > 0, x / repetition, x * repetition)
-    x = mx.where(in_prompt | generated, repeated, x)
-    return x - counts * frequency - generated * presence
+    at = mx.array(chosen)
+    y = x[at]
+    repeated = mx.where(y > 0, y / repetition, y * repetition)
+    y = mx.where(in_prompt | generated, repeated, y)
+    x[at] = y - counts * frequency - generated * presence
+    return x
 
 
 def _token_counts(

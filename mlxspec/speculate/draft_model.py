@@ -97,25 +97,36 @@ class DraftPass(Pass):
         return seq.known + seq.inflight_drafts + MAX_DEPTH <= self.model.context
 
     def read(self, rows: Rows) -> None:
-        entries = [e for e in rows.entries if e.end <= self.model.context]
+        context = self.model.context
+        entries = []
+        for e in rows.entries:
+            if e.start < context:
+                entries.append(replace(e, count=min(e.end, context) - e.start))
         if entries:
             self.model(entries, build_inputs(entries, None, None), None)
 
     def draft(self, rows: Rows, chain: Chain) -> None:
         first = starts_of(rows.entries)
         unread = {run.seq: run for run in rows.entries}
-        entries, ids = [], []
+        entries = []
+        places: list[int] = []  # among the unread tokens, and behind them the newest ones
+        shifted: list[tuple[int, int]] = []  # places that shift, each with its entry's number
         for n, e in enumerate(chain.entries):
             count = 0  # rows before the newest token's
             if run := unread.get(e.seq):
-                count = run.rows
-                at = mx.arange(count) + first[run]
+                count, start = run.rows, first[run]
                 if e.inflight_drafts and chain.shift is not None:
                     count = 1  # it drafted them: of those accepted, only the last may be unread
-                    at = chain.shift[n : n + 1] + (first[run] + run.count - 1)
-                ids.append(rows.tokens[at])
-            ids.append(chain.tokens[n : n + 1])
+                    start += run.count - 1
+                    shifted.append((len(places), n))
+                places += range(start, start + count)
+            places.append(len(rows.tokens) + n)
             entries.append(replace(e, start=e.start - count, count=1 + count))
-        chain.draw(self.model(entries, mx.concatenate(ids), chain.shift))
+        at = mx.array(places)
+        if shifted and chain.shift is not None:
+            where, of = mx.array(shifted).T
+            at = at.at[where].add(chain.shift[of])
+        ids = mx.concatenate([rows.tokens, chain.tokens])[at]
+        chain.draw(self.model(entries, ids, chain.shift))
         while chain.entries:
             chain.draw(self.model(chain.entries, chain.tokens, chain.shift))

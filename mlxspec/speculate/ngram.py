@@ -220,7 +220,7 @@ class NgramDrafter(Drafter):
 
     def options(self, seq: Seq) -> list[Proposal]:
         most = min(MAX_DEPTH, seq.room - 1)
-        if most < 1:
+        if most < 1 or seq.remaining != 1:
             return []
         context = seq.tokens[-MAX_MATCH:]
         copies = [self._live[seq].propose(most), self.corpus.propose(context, most)]

@@ -121,7 +121,7 @@ class Proposer:
         """The sequences for which something should be drafted, and how many tokens of what.
         Drafters that are not lazy are asked only for sequences that have tokens `in_flight`, as if
         these were read, or only for others."""
-        seqs = [seq for seq in seqs if seq in self._stats]  # others were admitted in vain so far
+        seqs = [seq for seq in seqs if seq in self._stats]  # others have not been in a plan yet
         stats = [self._stats[seq] for seq in seqs]
         options = [self._options(seq, in_flight) for seq in seqs]
         lazy = [proposal.drafter.lazy for some in options for proposal in some]

@@ -32,7 +32,8 @@ from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer, batches
 from mlxspec.types import Json, line_of
 
-SAVE_S = 60.0  # between two saves of the state
+SAVE_S = 60.0  # between two saves of the state, at least
+SAVE_PART = 50  # of the time, at most, goes into saving
 MEASURES = 8  # on held-out samples while it trains
 
 
@@ -99,8 +100,10 @@ class Training:
                     if trainer.done % max(1, len(self.plan) // MEASURES) == 0:
                         found = self._measured(trainer, loss)
                     if time.monotonic() > due:
+                        began = time.monotonic()
                         self._save(trainer)
-                        due = time.monotonic() + SAVE_S
+                        ended = time.monotonic()
+                        due = ended + max(SAVE_S, SAVE_PART * (ended - began))
         finally:
             self._save(trainer)
         return found or trainer.measure(self.held_out)

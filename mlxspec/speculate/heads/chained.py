@@ -93,16 +93,22 @@ class ParallelPass(ChainedPass):
     ) -> None:
         depth, shift = chain.entries[0].depth, chain.shift
         mask = len(rows.tokens)  # the place of the mask behind the rows
-        runs, places = [], []
+        runs = []
+        places: list[int] = []
+        behind: list[int] = []  # rows behind the first of the samples
+        owners: list[int] = []
         first = 0
         for n, (run, e) in enumerate(zip(rows.entries, chain.entries, strict=True)):
             masked = Draft([0 for _ in range(run.sampled + e.depth - 2)])
             runs.append(replace(run, draft=masked))
-            newest = run.rows - run.sampled + (0 if shift is None else shift[n])
-            row = mx.arange(runs[-1].rows)
-            places.append(mx.where(row > newest, mask, first + row))  # so is a rejected draft's
-            first += run.rows
-        at = mx.concatenate(places)
+            last = first + run.rows
+            places += [*range(first, last), *(mask for _ in range(1, e.depth))]
+            behind += range(run.sampled - run.rows, run.sampled + e.depth - 1)
+            owners += [n for _ in range(runs[-1].rows)]
+            first = last
+        at = mx.array(places)
+        if shift is not None:  # a rejected draft's row is a mask too
+            at = mx.where(mx.array(behind) > shift[mx.array(owners)], mask, at)
         tokens = mx.concatenate([rows.tokens, mx.array([self.head.module.mask])])
         hidden = mx.concatenate([rows.hidden, self._hidden])
         made = Rows(runs, tokens[at], hidden[at])

@@ -1,4 +1,4 @@
-"""Drafts with a trained head of any kind.
+"""Drafts with a trained head of any kind, or with a small model.
 
 Rule: the row of a position lies in its slot under the target's block ids, so that a block is a
 function of its prefix. After a step with drafts the rows of all its samples are read at once: those
@@ -22,8 +22,8 @@ from mlxspec.speculate.chain import (
     proposals,
 )
 from mlxspec.speculate.controller import Proposal
-from mlxspec.speculate.heads.followers import Followers, ReadState, joined
 from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.speculate.heads.read_states import ReadState, ReadStates, joined
 from mlxspec.types import Accepted, Entry, Plan, Seq, Tap
 
 
@@ -44,13 +44,13 @@ class HeadDrafter(Drafter):
         self._pass = head.pass_type(head, runner)
         runner.adopted = self._pass.pages
         self.use(head.taps)
-        self._followers = Followers(head.slot_offset, runner.view.block_size, self._before)
+        self._reads = ReadStates(head.slot_offset, runner.view.block_size, self._before)
 
     def begin(self, seq: Seq) -> None:
-        self._followers.live[seq] = ReadState()
+        self._reads.live[seq] = ReadState()
 
     def end(self, seq: Seq) -> None:
-        del self._followers.live[seq]
+        del self._reads.live[seq]
 
     def use(self, taps: tuple[Tap, ...]) -> None:
         """Read these hidden states of the target from now on."""
@@ -65,7 +65,7 @@ class HeadDrafter(Drafter):
 
     def close(self) -> None:
         self.runner.adopted = ()  # else blocks would be saved whose rows it did not read
-        self._followers.live.clear()
+        self._reads.live.clear()
         # Recurrent states with and without hidden states cannot share a batch.
         if not self.runner.states.layers:
             self.use(())
@@ -81,7 +81,7 @@ class HeadDrafter(Drafter):
         previous: Step | None,
         chosen: Proposals,
     ) -> None:
-        self._followers.place(plan)
+        self._reads.place(plan)
         drafting = deepest_first(plan, chosen)
         if not drafting:
             return
@@ -89,7 +89,7 @@ class HeadDrafter(Drafter):
         shift = None
         if previous is not None and any(e.inflight_drafts for e in drafting):
             shift = previous.shift_of(drafting)
-        rows = self._followers.unread(drafting, previous, self._hidden(previous))
+        rows = self._reads.unread(drafting, previous, self._hidden(previous))
         tokens = build_inputs(drafting, previous, shift)
         chain = Chain(drafting, chosen, self.name, shift, tokens)
         self._pass.draft(rows, chain)
@@ -99,7 +99,7 @@ class HeadDrafter(Drafter):
         step: Step,
         accepted: Sequence[Accepted],
     ) -> None:
-        rows = self._followers.observe(step, self._hidden(step), accepted)
+        rows = self._reads.observe(step, self._hidden(step), accepted)
         if rows.entries:
             self.runner.grow()
             self._pass.read(rows)
@@ -140,7 +140,7 @@ class HeadDrafter(Drafter):
         dtype = self.head.embed(mx.array([0])).dtype
         hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
         read = context - 1 + self.head.slot_offset
-        self._followers.live[seq] = ReadState(read, [hidden], table)
+        self._reads.live[seq] = ReadState(read, [hidden], table)
         entry = Entry(seq, context, 1, True, depth=depth)
         began = time.perf_counter()
         self.draft([entry], None, {seq: Proposal(self.name)})

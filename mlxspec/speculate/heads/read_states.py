@@ -28,7 +28,7 @@ class ReadState:
 
 
 @dataclass(slots=True)
-class Followers:
+class ReadStates:
     """The row that is made of the hidden state at position p lies in slot p + `slot_offset`, 0 or
     1. `before(entry)`: the hidden states before a sequence's first row, where these are known."""
 

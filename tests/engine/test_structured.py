@@ -15,10 +15,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import seed32
+from mlxspec.speculate.ngram import NgramDrafter
+from mlxspec.speculate.proposer import Proposer
 from mlxspec.text.structured.thinking import ThinkingBudget
 from mlxspec.types import MAX_DEPTH, Request
 from tests import tiny
-from tests.drafters import KINDS, attach, copies, like
+from tests.drafters import KINDS, attach, copies, costs, like
 from tests.liar import NoisyOracle
 from tests.maze import Maze, allowed
 from tests.rows import in_turn
@@ -218,3 +220,17 @@ def test_without_a_grammar_steps_still_overlap() -> None:
         tiny.run(e)
         overlaps = sum(a[0] == b[0] == "submit" for a, b in pairwise(seen))
         assert (overlaps > 0) == (grammar is None)
+
+
+def test_a_prompt_that_is_read_beside_lets_steps_overlap() -> None:
+    """Nothing is drafted for it yet, however often it repeats itself."""
+    seen: list[tuple[str, int]] = []
+    e = tiny.engine(model("llama"), budget=8, trace=lambda event, step: seen.append((event, step)))
+    e.proposer = Proposer(costs(), [NgramDrafter()])
+    e.add(tiny.request("decodes", range(5), 200, temperature=1.0, seed=1))
+    e.add(tiny.request("read", [1, 2, 3, 4] * 40, 40))
+    for _ in range(20):
+        e.step()
+    reads = [step for event, step in seen if event == "read"]
+    overlap = [seen.index(("submit", n + 1)) < seen.index(("read", n)) for n in reads]
+    assert sum(overlap) > 15

@@ -101,7 +101,7 @@ def fleet(root: Path) -> ModelManager:
 
 
 def info(kind: str) -> ModelInfo:
-    return ModelInfo(kind, 256, tiny.VOCAB, "", 8, 0, 0, 0, 0)
+    return ModelInfo(kind, 256, tiny.VOCAB, "", 8, 0, 0, 0)
 
 
 async def drive(worker: Worker, seconds: float, seen: Seen, tell: Callable[[str], None]) -> None:

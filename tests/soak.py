@@ -91,6 +91,8 @@ class Seen:
         for name, spare in (("threads", LAZY), ("files", 0)):
             if last.sizes[name] > first.sizes[name] + spare:
                 found.append(f"{name}: {first.sizes[name]} before, {last.sizes[name]} after")
+        if not self.storms:
+            found.append("no storm met a training")
         if self.disturbed > GAVE_WAY:
             found.append(f"the training took {self.disturbed:.0%} of a core from requests")
         if not self.trainings[0] + self.trainings[1]:
@@ -200,7 +202,8 @@ class Clients:
                 running.add(asyncio.ensure_future(self.one(ask)))
             if self.rng.random() < 0.003:
                 running.add(asyncio.ensure_future(self.unload()))
-            _, running = await asyncio.wait(running, timeout=self.rng.choice([0.0, 0.02, 0.1]))
+            done, running = await asyncio.wait(running, timeout=self.rng.choice([0.0, 0.02, 0.1]))
+            self.ended(done)
             if now - told > 1:
                 told = now
                 self.seen.sizes.append(await self.server.held(self.http, began))
@@ -210,7 +213,12 @@ class Clients:
         if noticed and child and child is training.current and training.gives_way:
             self.seen.storms.append((now - noticed, child.cpu() - before))
         if running:
-            await asyncio.wait(running, timeout=2 * LIMIT_S)
+            done, late = await asyncio.wait(running, timeout=2 * LIMIT_S)
+            self.ended(done)
+            self.seen.wrong += [f"{task}: no end after {2 * LIMIT_S:.0f} s" for task in late]
+
+    def ended(self, done: set[asyncio.Task[None]]) -> None:
+        self.seen.wrong += [repr(error) for task in done if (error := task.exception())]
 
     async def unload(self) -> None:
         """Somebody else wants the memory."""
@@ -263,6 +271,8 @@ async def drive(
     end = time.monotonic() + WAIT_S
     while training.runs and time.monotonic() < end:
         await asyncio.sleep(0.2)
+    if training.runs:
+        seen.wrong.append(f"a training did not end in {WAIT_S:.0f} s without requests")
     async with connected(server) as clients.http:
         await clients.rest(began)
         seen.kept = await server.drafts(clients.http)

@@ -255,7 +255,8 @@ def _pair(streams: int) -> Cell:
 
 async def _typing(server: Running, setting: Setting, round: int) -> Figures:
     """Somebody types in the middle of a file, and every key asks for what may come. Who knows no
-    suffix is asked with the prompt that mlxspec makes of it."""
+    suffix is asked with the prompt that mlxspec makes of it. A key to which the model says nothing
+    has no time, and is counted."""
     form, _, _ = fill_in_middle(setting.tokenizer)
     if not form:
         raise ValueError("the model has no tokens to fill in the middle")
@@ -264,7 +265,7 @@ async def _typing(server: Running, setting: Setting, round: int) -> Figures:
         setting.tokenizer.decode(part)
         for part in (ids[:BEFORE], ids[BEFORE : BEFORE + keys], ids[BEFORE + keys :][:BEHIND])
     )
-    waits, prompt, cached = list[float](), 0, 0
+    waits, prompt, cached = dict[int, float](), 0, 0  # seconds by key
     for typed in range(keys):
         text = prefix + written[:typed]
         body = plain(form.format(prefix=text, suffix=suffix), TOKENS["typing"])
@@ -272,10 +273,14 @@ async def _typing(server: Running, setting: Setting, round: int) -> Figures:
             body |= {"prompt": text, "suffix": suffix}
         with suppress(Silent):
             answer = await ask(server, body)
-            waits.append(answer.first)
+            waits[typed] = answer.first
             if typed:
                 prompt, cached = prompt + answer.prompt, cached + answer.cached
-    found = {"first_key_s": waits[0], "ttft_s": statistics.median(waits[1:])}
+    found: Figures = {"silent_keys": keys - len(waits)}
+    if 0 in waits:
+        found["first_key_s"] = waits.pop(0)
+    if waits:
+        found["ttft_s"] = statistics.median(waits.values())
     return found | ({"cached_share": cached / prompt} if prompt else {})
 
 

@@ -17,6 +17,7 @@ COPIES = {name for name, server in SERVERS.items() if server.copies}
 MLX_LM = "mlx_lm.server"
 BEST = "the best peer"
 COPYING = "the best peer that copies"
+EDIT = "code edit beside the best that copies"
 SIGNS = {">": operator.gt, "≥": operator.ge, "≤": operator.le}
 RATE_WARM = "tokens_per_round_warm"
 ANSWERS = "answers"  # the workload of a goal that counts those of the probes which are right
@@ -47,8 +48,8 @@ class Goal:
 
 GOALS = (
     Goal("one chat, tokens/s", "chat", "tokens_per_s", BEST, 1.4),
-    Goal("code edit, tokens/s after the first", "edit", "tokens_per_s", COPYING, 1.5),
-    Goal("code edit, tokens/s with the prompt's time", "edit", "whole_tokens_per_s", COPYING, 1.5),
+    Goal(f"{EDIT}, tokens/s after the first", "edit", "tokens_per_s", COPYING, 1.5),
+    Goal(f"{EDIT}, tokens/s with the prompt's time", "edit", "whole_tokens_per_s", COPYING, 1.5),
     Goal("8 streams, tokens/s of all", "streams 8", "tokens_per_s", BEST, 1.15),
     *(
         Goal(f"{kind} head, tokens a round", f"{kind} 1", "tokens_per_round", BEST, 1.0)

@@ -143,7 +143,7 @@ async def matches(server: Running, cell: Cell) -> int:
 
 async def _right(server: Running, probe: Probe) -> bool:
     said = (await ask(server, _body(probe.prompt))).text
-    return said.strip() == probe.answer.strip()  # some leave out a space at the beginning
+    return said.lstrip() == probe.answer.lstrip()  # some leave out a space at the beginning
 
 
 async def _begun(task: "asyncio.Task[Answer]", answer: Answer) -> None:

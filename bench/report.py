@@ -49,8 +49,9 @@ MORE = {
   of its built-in model and with copies, mlxspec-no-head with copies alone. mlx-vlm cannot draft for such a model.""",
     "typing": f"""\
 - **typing**: {KEYS} keys in the middle of a file, and after each a prompt of about {BEFORE + BEHIND:,} tokens to fill in the
-  middle: the first token after the first key and after a later one, and how much of a later prompt was cached. Who
-  knows no `suffix` gets the same prompt ready-made. The model has borrowed its tokens for it if it has none.""",
+  middle: the first token after the first key and after a later one, how much of a later prompt was cached,
+  and to how many keys the model said nothing (`silent_keys`), which have no times. Who knows no `suffix` gets the
+  same prompt ready-made. The model has borrowed its tokens for it if it has none.""",
     f"{HEADS[0]} 1": f"""\
 - **{", ".join(HEADS)}**, and how many requests at once: the trained pairs of tests/heads, {PROMPTS} prompts, {DEPTH} tokens
   drafted in every round by all; `_warm`: at temperature {WARM}. The models are tiny: the rounds tell about the
@@ -142,11 +143,11 @@ def legend(rows: Rows) -> str:
 
 def _missed(rows: Rows) -> str:
     """Which goals were missed."""
-    known = [v for v in verdicts(rows) if v.met is not None]
+    every = verdicts(rows)
+    known = [v for v in every if v.met is not None]
     missed = [v.goal.text for v in known if not v.met]
-    text = (
-        f"Of {len(known)} [goals](docs/performance.md#measured) {len(missed) or 'none'} were missed"
-    )
+    text = f"Of {len(every)} [goals](docs/performance.md#measured) {len(known)} were measured,"
+    text += f" {len(missed) or 'none'} of them missed"
     return f"{text}: {'; '.join(missed)}." if missed else f"{text}."
 
 
@@ -201,11 +202,14 @@ def _figures(rows: Rows) -> str:
 
 
 def _correct(rows: Rows) -> Iterable[str]:
-    yield (
-        "Greedy answers equal to plain decoding with a fresh cache, of those asked for. The model is tiny and"
-        " random: each answer depends on every token before it; with a head, a trained target and its head."
-    )
     columns = [(s, v) for s in rows.servers() for v in RIGHT.values() if rows.answered(s, v)[1]]
+    text = (
+        "Greedy answers equal to plain decoding with a fresh cache, of those asked for. The model is tiny and"
+        " random: each answer depends on every token before it"
+    )
+    if any(variant == "head" for _, variant in columns):
+        text += "; with a head, a trained target and its head"
+    yield f"{text}."
     lines = []
     for prefix in PREFIXES:
         for batch in BATCHES:

@@ -184,8 +184,8 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class Running:
-    """A server that answers, at `url`, to whom asks for `model`. `began` is time.perf_counter() when
-    its process was started."""
+    """A server that answers at `url`; requests name `model`. `began` is time.perf_counter() when its
+    process was started."""
 
     line: Server
     url: str

@@ -1,6 +1,8 @@
 """What a server is asked, by what it knows, and what of its answer is counted."""
 
 import asyncio
+import itertools
+import statistics
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,6 +66,28 @@ def test_every_key_asks_again(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     else:
         assert all(p.startswith("<P>") and p.endswith("<M>") for p in prompts)
         assert not any("suffix" in body for body in bodies)
+
+
+@pytest.mark.parametrize("silent", [{1}, {1, 3}, {2}, set(range(2, 9)), set(range(1, 9))])
+def test_keys_without_an_answer_have_no_time(
+    silent: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = itertools.count(1)
+
+    async def ask(server: Running, body: dict[str, Any]) -> Answer:
+        if (n := next(asks)) in silent:
+            raise http.Silent("nothing")
+        return Answer(0.0, [float(n)], "x", 1, 100, 90)
+
+    monkeypatch.setattr(cells, "ask", ask)
+    monkeypatch.setattr(cells, "fill_in_middle", lambda tokenizer: (FORM, "", frozenset()))
+    setting = Setting(load_tokenizer(tiny.pair("mtp")[0]), 8192, tmp_path, 0, 0.2)
+    found = asyncio.run(cells.WORKLOADS["typing"].cell(running(SERVERS["mlxspec"]), setting, 0))
+    later = set(range(2, 9)) - silent
+    want: dict[str, float] = {"silent_keys": len(silent)}
+    want |= {} if 1 in silent else {"first_key_s": 1.0}
+    want |= {"ttft_s": statistics.median(later), "cached_share": 0.9} if later else {}
+    assert found == want
 
 
 @pytest.mark.parametrize("prefix", probes.PREFIXES)

@@ -8,7 +8,6 @@ them.
 import asyncio
 import base64
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from mlxspec.files import read_json
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import encode_prompt, room_for
 from mlxspec.server.errors import HttpRequest, Json, invalid
-from mlxspec.server.openai.schema import Embeddings
+from mlxspec.server.openai.schema import Embeddings, OneEmbedding
 from mlxspec.server.state import Model, report, run_on_text_thread, while_connected
 from mlxspec.server.stream import failure
 from mlxspec.text.messages import listed
@@ -31,9 +30,9 @@ POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mea
 
 async def create(http: HttpRequest) -> Response:
     """Ollama's older /api/embeddings takes one text."""
-    body, ignored, model = await receive(http, Embeddings)
-    work = embed(model, listed(body.input), body.dimensions)
-    vectors, tokens = await while_connected(http, work)
+    older = http.url.path == "/api/embeddings"
+    body, ignored, model = await receive(http, OneEmbedding if older else Embeddings)
+    vectors, tokens = await while_connected(http, embed(model, body))
 
     def response() -> Response:
         """Thousands of vectors take a second to write."""
@@ -47,7 +46,7 @@ async def create(http: HttpRequest) -> Response:
                 "embeddings": found,
                 "prompt_eval_count": tokens,
             }
-        elif http.url.path != "/api/embeddings":
+        elif not older:
             made = {
                 "object": "list",
                 "data": [
@@ -62,17 +61,15 @@ async def create(http: HttpRequest) -> Response:
     return await run_on_text_thread(http, response)
 
 
-async def embed(
-    model: Model, inputs: Sequence[str | list[int]], dimensions: int | None = None
-) -> tuple[list[Any], int]:
-    """The embeddings of texts or token ids, float32 [D] of length 1 each (numpy's), and how many
+async def embed(model: Model, body: Embeddings) -> tuple[list[Any], int]:
+    """The embeddings of the body's inputs, float32 [D] of length 1 each (numpy's), and how many
     tokens were read. With `dimensions` their first so many, of length 1 again. Raises ApiError,
     RejectedRequest, Busy and Dead."""
-    server = model.server
+    server, dimensions = model.server, body.dimensions
     worker, most = server.worker, max(1, server.config.max_sequences // 2)
     requests = []
-    for i, given in enumerate(inputs):
-        requests.append(await server.on_text_thread(_request, model, given, f"input[{i}]"))
+    for i, given in enumerate(listed(body.input)):
+        requests.append(await server.on_text_thread(_request, model, given, body.place.format(i)))
     vectors: list[Any] = []
     while some := requests[len(vectors) :][:most]:
         try:

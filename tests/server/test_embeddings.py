@@ -17,6 +17,7 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.server.embeddings import embed
+from mlxspec.server.openai.schema import Embeddings
 from mlxspec.text.chat import encode
 from mlxspec.types import Busy
 from tests import tiny
@@ -84,6 +85,10 @@ async def test_ollamas_shapes(app: Any, tokenizer: Any) -> None:
     for wrong in ({"input": []}, {"input": [5.5]}, {}):
         refused = await Connection(app, "/api/embed", wrong).answer()
         assert refused.status == 400 and "input" in refused.json["error"]
+    for wrong in ({"prompt": 5}, {"prompt": ""}, {"prompt": "hello " * 600}, {}):
+        refused = await Connection(app, "/api/embeddings", wrong).answer()
+        said = refused.json["error"]
+        assert refused.status == 400 and "prompt" in said and "input" not in said
 
 
 async def test_forms_of_the_input(app: Any, tokenizer: Any) -> None:
@@ -235,7 +240,8 @@ async def test_for_other_apis(app: Any, tokenizer: Any) -> None:
     """The function that a dialect of its own calls."""
     state = app.state.server
     ids = encode(tokenizer, TEXTS[0])
-    [first, second], tokens = await embed(await state.model("default"), [TEXTS[0], ids], 8)
+    body = Embeddings(input=[TEXTS[0], ids], dimensions=8)
+    [first, second], tokens = await embed(await state.model("default"), body)
     assert tokens == 2 * len(ids) and first == pytest.approx(second)
     assert first == pytest.approx(truth(ids, dimensions=8), abs=1e-3)
 

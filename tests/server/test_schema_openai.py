@@ -9,7 +9,7 @@ import pytest
 from mlxspec.server.app import Detokenize, Tokenize
 from mlxspec.server.body import parse
 from mlxspec.server.errors import ApiError
-from mlxspec.server.openai.schema import UNSUPPORTED, Chat, Completion
+from mlxspec.server.openai.schema import UNSUPPORTED, Chat, Completion, Embeddings, OneEmbedding
 from tests.server.scripted import MESSAGES, Server, server
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
@@ -307,3 +307,29 @@ def test_every_field_has_a_telling_value() -> None:
 )
 def test_bodies_of_token_counting(kind: Any, body: Any, param: str) -> None:
     assert refuse(kind, body).param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (Completion, {"prompt": [1, 2, -3]}, "prompt[2]"),
+        (Completion, {"prompt": [1, "2"]}, "prompt[1]"),
+        (Completion, {"prompt": [[1, 2], [3, -3]]}, "prompt[1][1]"),
+        (Embeddings, {"input": [1, 2, -3]}, "input[2]"),
+        (Embeddings, {"input": [[1, 2.5]]}, "input[0][1]"),
+        (OneEmbedding, {"prompt": 5}, "prompt"),
+        (OneEmbedding, {}, "prompt"),
+    ],
+)
+def test_wrong_prompts_are_named_as_the_client_sent_them(kind: Any, body: Any, param: str) -> None:
+    assert refuse(kind, body).param == param
+
+
+def test_token_ids_are_one_prompt() -> None:
+    assert parse(Completion, b'{"prompt": [1, 2]}')[0].prompt == [[1, 2]]
+    assert parse(Embeddings, b'{"input": [[1], [2]]}')[0].input == [[1], [2]]
+
+
+def test_a_summary_of_the_reasoning_is_reported_as_ignored() -> None:
+    body, ignored = parse(Chat, json.dumps(CHAT | {"reasoning": {"summary": "auto"}}).encode())
+    assert ignored == ["reasoning.summary"] and body.reasoning.effort is None

@@ -5,7 +5,7 @@ Rule: where the body says nothing, a sampling setting is None and the model's ow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, model_validator
 
 from mlxspec.server.body import (
     FIRST,
@@ -67,15 +67,18 @@ BUDGET = Field(default=UNLIMITED, ge=0)  # of tokens
 Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]  # alternatives for each token
 
 
+Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
+IDS = TypeAdapter(Ids)
+
+
 def _listed_ids(value: Any) -> Any:
     match value:
-        case [int(), *_]:
-            return [value]
+        case [int(), *_]:  # checked here, so that an error has the place in the client's list
+            return [IDS.validate_python(value, strict=True)]
     return value
 
 
 ONE_OR_MORE = BeforeValidator(_listed_ids)  # token ids become a list of one prompt
-Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
 
 
 def _few(value: Any) -> Any:
@@ -161,11 +164,9 @@ class Function(Strict):
 
 
 class Reasoning(Strict):
-    """How much to reason: a word that a template may know, or a number of tokens. `summary` has no
-    effect: it is always all of the reasoning."""
+    """How much to reason: a word that a template may know, or a number of tokens."""
 
     effort: str | None = None
-    summary: str | None = None
     max_tokens: int = BUDGET
 
 
@@ -290,12 +291,22 @@ class Infill(Fill):
 
 
 class Embeddings(Strict):
-    """`input` is like a completion's prompt; Ollama's older endpoint calls it so."""
+    """`input` is like a completion's prompt. `place`: what errors call one of the inputs."""
+
+    place: ClassVar[str] = "input[{}]"
 
     model: str | None = None
     input: Annotated[
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_INPUTS)] | str,
         ONE_OR_MORE,
-    ] = Field(validation_alias=AliasChoices("input", "prompt"))
+    ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None
+
+
+class OneEmbedding(Embeddings):
+    """Ollama's older /api/embeddings."""
+
+    place: ClassVar[str] = "prompt"
+
+    input: str = Field(alias="prompt")

@@ -89,6 +89,12 @@ def _message(value: Any) -> Any:
     return value
 
 
+class Reasoning(openai.Reasoning):
+    """`summary` has no effect: it is always all of the reasoning."""
+
+    summary: str | None = None
+
+
 class Create(openai.Common):
     n: Literal[1] = 1
     input: Annotated[Objects, Field(min_length=1), READABLE, BeforeValidator(_message)]
@@ -99,7 +105,7 @@ class Create(openai.Common):
     tools: Objects = Field([])
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
-    reasoning: openai.Reasoning = openai.Reasoning()
+    reasoning: Reasoning = Reasoning()
     text: Text = Text()
     include: Annotated[list[str], FIRST] = Field([])
     chat_template_kwargs: Json | None = None

@@ -91,10 +91,10 @@ def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
     found: list[str] = []
     for each in _each(config):
-        model, path = _split_name(each.model)[1] or DEFAULT, None
-        with suppress(UnsupportedModel):  # which its user reports
-            path = on_disk(model, config)
-        found += filter(None, (model, _draft_of(model, path, each)))
+        model = _split_name(each.model)[1] or DEFAULT
+        found.append(model)
+        with suppress(UnsupportedModel):  # files or a card, which their user reports
+            found += filter(None, [_draft_of(model, on_disk(model, config), each)])
     return found
 
 

@@ -104,6 +104,18 @@ def test_no_card_s_head_is_named_for_a_model_that_holds_one(
     assert resolve.models_of(Config(model=MODEL)) == [MODEL]
 
 
+def test_a_card_that_cannot_be_read_hides_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whom `doctor` and `models` would else not show."""
+
+    def unreadable(model: str) -> str:
+        raise UnsupportedModel("card.toml: no TOML")
+
+    monkeypatch.setattr(resolve, "find_local", lambda *_, **__: None)
+    monkeypatch.setattr(resolve, "head_of", unreadable)
+    settings = Config(model=MODEL, others=("other/one",))
+    assert resolve.models_of(settings) == [MODEL, "other/one"]
+
+
 @pytest.mark.parametrize("how", ["missing", "damaged", "no head"])
 def test_what_a_card_names_can_be_done_without(
     online: dict[str, Path], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture

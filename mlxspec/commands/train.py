@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mlxspec import blas
+from mlxspec import blas, log
 from mlxspec.config import Config
 from mlxspec.files import format_size, lock
 from mlxspec.progress import progress
@@ -106,6 +106,7 @@ def train(config: Config, options: Options, server: Server) -> int:
             print("\nstopped; the same command goes on from here", file=sys.stderr)
             return 130
         except RuntimeError as error:  # MLX's, without memory for example
+            log.debug("the training failed", exc_info=True)
             raise UserError(f"{line_of(error)}; the same command goes on from here") from error
         finally:
             drop_others(made.with_name(name))

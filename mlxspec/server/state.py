@@ -238,4 +238,6 @@ async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     finally:
         job.cancel()
         await asyncio.wait((job,))
+        if not job.cancelled():
+            job.exception()  # of its end after the client left: nobody else asks
         del job  # break the cycle error -> traceback -> frame -> task -> error

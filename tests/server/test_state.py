@@ -1,6 +1,7 @@
 """The text thread: off the event loop, in order, bounded. And how disconnects are noticed."""
 
 import asyncio
+import gc
 import threading
 import weakref
 from typing import Any
@@ -128,6 +129,29 @@ async def test_while_connected_passes_errors_on() -> None:
 
     with pytest.raises(KeyError):
         await while_connected(http, work())
+
+
+async def test_while_connected_takes_an_error_that_nobody_waits_for() -> None:
+    """The work fails as it is cancelled, because its client has left."""
+
+    class Leaving:
+        async def is_disconnected(self) -> bool:
+            await asyncio.sleep(0.01)
+            return True
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise KeyError("x")
+
+    lost: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: lost.append(context))
+    http: Any = Leaving()
+    with pytest.raises(ClientDisconnect):
+        await while_connected(http, work())
+    gc.collect()
+    assert not lost
 
 
 @pytest.mark.parametrize("how", ["the client", "the server"])

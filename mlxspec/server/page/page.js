@@ -337,7 +337,7 @@ $("key").addEventListener("submit", (event) => {
 
 // Shows a snapshot; else returns why there is none, for the user.
 async function ask() {
-  const response = await fetch("/page/now", { headers: headers(), cache: "no-store" });
+  const response = await fetch("/page/now", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(10_000) });
   if (response.status === 401) {
     const wait = new Promise((resolve) => (unlocked = resolve));
     lock();

@@ -66,13 +66,13 @@ class ChatRequest:
     budget: int = UNLIMITED
 
 
-def chat_generation(made: Generation, chat: ChatRequest) -> Generation:
+def chat_generation(generation: Generation, chat: ChatRequest) -> Generation:
     """The response, ready to answer `chat`; on the text thread. Its body has a `format` too. Raises
     RejectedRequest and ApiError."""
-    model, body = made.model, made.body
+    model, body = generation.model, generation.body
     talk, prompt = render_prompt(model, chat)
-    request = engine_request(model, body, made.writer.id, prompt.ids, chat.source)
-    grammar = _grammar(made, chat, talk, prompt)
+    request = engine_request(model, body, generation.writer.id, prompt.ids, chat.source)
+    grammar = _grammar(generation, chat, talk, prompt)
     request = replace(request, grammar=_limited(model, chat, prompt, grammar))
     tools = [*talk.tools, *chat.deferred]
     if chat.tool_choice == "none":
@@ -87,11 +87,11 @@ def chat_generation(made: Generation, chat: ChatRequest) -> Generation:
             _call_id,
             constrained,
         )
-        made.choices.append(Choice(i, request, reader, parts, single))
-    made.requests.append(request)
-    remember_all = partial(_remember, model, talk, prompt, made.choices)
-    made.on_done = partial(model.server.later, remember_all)
-    return made
+        generation.choices.append(Choice(i, request, reader, parts, single))
+    generation.requests.append(request)
+    remember_all = partial(_remember, model, talk, prompt, generation.choices)
+    generation.on_done = partial(model.server.later, remember_all)
+    return generation
 
 
 def _call_id() -> str:
@@ -191,11 +191,11 @@ def _predicted(model: Model, body: Any) -> tuple[int, ...]:
 
 
 def _grammar(
-    made: Generation, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
+    generation: Generation, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
 ) -> Make | None:
     """The grammar of the answer: the required call, which has no format, else the format or, if
     tools are offered, a call."""
-    grammars, form, choice = made.model.grammars, made.body.format, chat.tool_choice
+    grammars, form, choice = generation.model.grammars, generation.body.format, chat.tool_choice
     required = choice not in ("auto", "none")
     calls = required or (talk.tools and choice == "auto")
     if form and chat.continued:
@@ -215,7 +215,7 @@ def _grammar(
         rules.append(json_rule(form.value, where))
     if calls:
         name = choice["name"] if isinstance(choice, Mapping) else None
-        single = name is not None or not made.body.parallel_tool_calls
+        single = name is not None or not generation.body.parallel_tool_calls
         rules.append(grammars.calls(talk.tools, name, single, where))
     return grammars.compiled(grammars.rules(rules), prompt.thinking, where)
 

@@ -99,7 +99,7 @@ class Generation:
         """The events of a streamed answer. A silent stream gets an event without content every
         `keepalive_s`. Where there are comments, it gets one too, because some clients ignore those,
         and while the prompt is read they tell how far."""
-        writer, asked = self.writer, self.body
+        writer, body = self.writer, self.body
         yield writer.opening(self._usage())
         pause = self.model.server.config.keepalive_s
         told = 0  # tokens of the prompt
@@ -116,7 +116,7 @@ class Generation:
                 elif comments and (row := self._row())["read"] > told:
                     told = row["read"]
                     yield b": prompt %d of %d\n\n" % (told, row["prompt"])
-                    if asked.return_progress or asked.stream_options.include_progress:
+                    if body.return_progress or body.stream_options.include_progress:
                         tells = {  # as llama.cpp has it, whichever the API is
                             "total": row["prompt"],
                             "cache": row["cached"],

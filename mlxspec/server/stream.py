@@ -22,9 +22,9 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 @dataclass(slots=True)
 class Piece:
-    """What one output adds to a choice, or all of them together: the parts that are certain with
-    it; a call's arguments come over several pieces. `starts` is where each token's text begins in
-    the choice's text."""
+    """What a choice gained by one output, or by all so far. `parts`: those that later text cannot
+    change; a call's arguments may come over several pieces. `logprobs`: of the tokens whose text
+    this is. `starts`: where each one's begins in the choice's text, in characters."""
 
     parts: list[Part] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)

@@ -18,6 +18,7 @@ from mlxspec.server.ollama.schema import Chat, Generate
 from mlxspec.server.ollama.writer import LineWriter
 from mlxspec.server.openai.endpoints import completion_generation
 from mlxspec.server.state import Model, run_on_text_thread, while_connected
+from mlxspec.server.stream import Piece
 from mlxspec.types import ModelInfo
 
 INSTEAD = {
@@ -95,7 +96,7 @@ async def answer(http: HttpRequest) -> ASGIApp:
         return await run_on_text_thread(http, completion_generation, made)
     if not body.messages:
         keep = str((body.model_extra or {}).get("keep_alive"))
-        return JSONResponse(writer.line() | await _load(http, model, keep))
+        return JSONResponse(writer.line(Piece()) | await _load(http, model, keep))
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
     options = template_options(None, **{variable: body.think})

@@ -10,8 +10,6 @@ from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.stream import ENCODER, Choice, Choices, Piece, Usage, texts
 from mlxspec.text.tool_calls import as_object
 
-NOTHING = Piece()
-
 
 @dataclass(slots=True)
 class LineWriter:
@@ -30,10 +28,10 @@ class LineWriter:
         return _encoded(self.line(piece))
 
     def still_here(self) -> bytes:
-        return _encoded(self.line())
+        return _encoded(self.line(Piece()))
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:
-        return _encoded(self.line() | _end(choices[0], usage))
+        return _encoded(self.line(Piece()) | _end(choices[0], usage))
 
     def failed(self, error: ApiError) -> bytes:
         return _encoded({"error": error.message})
@@ -41,7 +39,7 @@ class LineWriter:
     def body(self, choices: Choices, usage: Usage) -> Json:
         return self.line(choices[0].whole) | _end(choices[0], usage)
 
-    def line(self, piece: Piece = NOTHING) -> Json:
+    def line(self, piece: Piece) -> Json:
         """What a piece adds to the answer."""
         text, parts = texts(piece), piece.parts
         said: Json = {"content" if self.chat else "response": text["content"]}

@@ -59,10 +59,10 @@ async def completions(http: HttpRequest) -> ASGIApp:
     return await run_on_text_thread(http, completion_generation, made)
 
 
-def completion_generation(made: Generation) -> Generation:
+def completion_generation(generation: Generation) -> Generation:
     """The response, ready to answer; on the text thread. Raises RejectedRequest and ApiError."""
-    model, body = made.model, made.body
-    writer: Any = made.writer
+    model, body = generation.model, generation.body
+    writer: Any = generation.writer
     name = writer.id
     for prompt in listed(body.prompt):
         text, ends = prompt, frozenset[int]()
@@ -71,15 +71,15 @@ def completion_generation(made: Generation) -> Generation:
         ids = encode_prompt(model, text) if isinstance(text, str) else text
         request = engine_request(model, body, name, ids, "prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
-        made.requests.append(request)
-        name = f"{writer.id}-{len(made.requests)}"
+        generation.requests.append(request)
+        name = f"{writer.id}-{len(generation.requests)}"
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
-            made.choices.append(Choice(len(made.choices), request, reader))
+            generation.choices.append(Choice(len(generation.choices), request, reader))
             if body.echo:
                 text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
                 writer.echoes.append(text)
-    return made
+    return generation
 
 
 def _gap(model: Model, body: Any, prefix: str | list[int]) -> tuple[str, frozenset[int]]:

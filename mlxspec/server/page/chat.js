@@ -8,7 +8,7 @@ const talk = []; // messages in the API's format
 let running = null; // the AbortController of the running answer
 
 // Server-sent events of a response, each event's data as it comes.
-export async function* dataOf(response) {
+async function* dataOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   try {
     for (let rest = ""; ; ) {

@@ -77,7 +77,7 @@ class ResolvedModel:
             weights += weight_bytes(self.draft.path)
         return ModelInfo(
             name=self.name,
-            context=min(context_of(config), self.config.context or 1 << 31),
+            context=context_of(config, self.config.context),
             vocab=config.get("vocab_size") or len(self.tokenizer),
             layout=self.config.layout,
             block_size=self.config.block_size,

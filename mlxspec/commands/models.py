@@ -65,7 +65,7 @@ def _fits(config: Config, path: Path, size: int, files: Json) -> str:
     from mlxspec.model.meter import working_set
 
     free = min(config.memory_bytes or total(), working_set())
-    context = min(context_of(files), config.context or 1 << 31)
+    context = context_of(files, config.context)
     try:
         resolve(str(path), path, False)  # is it complete?
         make_plan(config, context, size, [(_token_bytes(files), (), 0)], free)

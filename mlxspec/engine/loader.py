@@ -63,7 +63,7 @@ def load_engine(
     ranks = ranks or Ranks()
     model, files = load(path, ranks.group)  # the weights stay on disk
     drafting = load_drafting(model, path, draft, config)
-    context = min(context_of(files), config.context or 1 << 31)
+    context = context_of(files, config.context)
     size = weights(model)  # a Runner hides some of them
     settings = f"{context} {config.block_size} {config.kv_bits} {config.layout}"
     ranks.same(f"{files} {size} {settings} {versions()}", "model, version or setting")

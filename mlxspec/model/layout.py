@@ -145,17 +145,18 @@ def has_code(config: Json) -> bool:
         return False
 
 
-def context_of(config: Json) -> int:
-    """The longest context the model was trained for, in tokens; 8192 if its config has none."""
+def context_of(config: Json, most: int = 0) -> int:
+    """The longest context the model was trained for, in tokens, `most` at most, 0: no limit; 8192
+    is taken if its config has none."""
     inner = config.get("text_config")
     if isinstance(inner, dict):
         config = inner | config
-    for key in CONTEXT_KEYS:
-        context = config.get(key)
-        if isinstance(context, int) and context > 0:
-            return context
-    log.warning("config.json names no context length; assuming %d tokens", DEFAULT_CONTEXT)
-    return DEFAULT_CONTEXT
+    found = [config.get(key) for key in CONTEXT_KEYS]
+    context = next((each for each in found if isinstance(each, int) and each > 0), 0)
+    if not context:
+        log.warning("config.json names no context length; assuming %d tokens", DEFAULT_CONTEXT)
+        context = DEFAULT_CONTEXT
+    return min(context, most or context)
 
 
 def weights(model: Module) -> int:

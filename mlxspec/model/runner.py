@@ -252,7 +252,7 @@ class Runner:
         own: list[Array] = []
         if self.layout == "solo":
             own = arrays_in([cache.state for e in step.plan for cache in e.seq.state])
-        results: list[Any] = [own, step.taps, list(step.pooled.values())]
+        results: list[Any] = [own, step.taps, step.pooled]
         if sampled:
             results += sampled.logprobs, sampled.accepted
             step.marker = sampled.tokens

@@ -7,9 +7,8 @@ that the host has read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle, islice, takewhile
-from operator import eq, ne
+from operator import eq
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter, Proposals
@@ -103,7 +102,7 @@ class Index:
         A token's acceptance rate depends on the source and on the tokens that match if those before
         it are right."""
         text = cycle(self.tokens[end + 1 : end + 1 + most])
-        tokens = tuple(takewhile(partial(ne, SEPARATOR), islice(text, most)))
+        tokens = tuple(takewhile(lambda token: token != SEPARATOR, islice(text, most)))
         keys = [(source, bucket(match + i)) for i in range(len(tokens))]
         return Proposal(source, rate_keys=keys, tokens=tokens)
 

@@ -34,9 +34,10 @@ from mlxspec.kernels.verify import KERNELS  # noqa: E402
 from mlxspec.model.layout import load, load_weights  # noqa: E402
 from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation  # noqa: E402
-from mlxspec.types import Request, Sampling  # noqa: E402
+from mlxspec.types import Entry, Request, Sampling  # noqa: E402
 
-PROMPT, WARM = 35, 4  # tokens; steps before the one that is counted, which needs no new block
+WARM = 4  # steps before the one that is counted, which needs no new block
+CONTEXT = 40  # tokens of a sequence when its step is counted
 LONG = 64  # tokens of an answer, more than are counted
 
 
@@ -65,16 +66,20 @@ def counted(step: Callable[[], object]) -> Work:
         return work_of(submitted, stand_ins)
 
 
-def prompts(streams: int) -> list[list[int]]:
-    return [[(7 * i + 3 * j) % 97 + 100 for j in range(PROMPT)] for i in range(streams)]
+def prompts(streams: int, context: int) -> list[list[int]]:
+    """As long as leaves so many tokens of context in the step that is counted."""
+    length = context - WARM - 1
+    return [[(7 * i + 3 * j) % 97 + 100 for j in range(length)] for i in range(streams)]
 
 
-def of_engine(engine: Engine, streams: int, kernels: bool = False) -> Work:
+def of_engine(engine: Engine, streams: int, kernels: bool = False, context: int = CONTEXT) -> Work:
     """One step of ours in which all of so many streams decode."""
-    for i, prompt in enumerate(prompts(streams)):
+    for i, prompt in enumerate(prompts(streams, context)):
         engine.add(Request(f"count-{i}", tuple(prompt), LONG, Sampling(temperature=0.0)))
-    while not engine.in_flight or any(e.count > 1 for e in engine.in_flight.plan):
+    plan: Sequence[Entry] = ()
+    while len(plan) < streams or any(e.count > 1 for e in plan):
         engine.step()
+        plan = engine.in_flight.plan if engine.in_flight else ()
     for _ in range(WARM):
         engine.step()
     with mock.patch.object(KERNELS, "verdicts", Always() if kernels else {}):
@@ -86,37 +91,41 @@ def of_engine(engine: Engine, streams: int, kernels: bool = False) -> Work:
     return work
 
 
-def of_mlx_lm(model: Module, streams: int) -> Work:
+def of_mlx_lm(model: Module, streams: int, context: int = CONTEXT) -> Work:
     """One step of mlx-lm's: of `generate_step` for one stream, else of its BatchGenerator."""
     if streams == 1:
-        steps = generate_step(mx.array(prompts(1)[0]), model, max_tokens=LONG)
+        steps = generate_step(mx.array(prompts(1, context)[0]), model, max_tokens=LONG)
         for _ in range(WARM):
             next(steps)
         return counted(lambda: next(steps))
     batch = BatchGenerator(model, max_tokens=LONG)
-    batch.insert(prompts(streams))
-    for _ in range(WARM):
+    batch.insert(prompts(streams, context))
+    while len(batch.next()[1]) < streams:
+        pass
+    for _ in range(WARM - 1):
         batch.next()
     return counted(batch.next)
 
 
-def rows_of(config: Config, streams: Sequence[int]) -> Iterator[tuple[str, int, Work]]:
+def rows_of(
+    config: Config, streams: Sequence[int], context: int
+) -> Iterator[tuple[str, int, Work]]:
     """What is counted: who decodes, for how many streams, and the work."""
     resolved = resolve_model(config)
     model, _ = load(resolved.path)
     load_weights(model)
     for n in streams:
-        yield "mlx-lm", n, of_mlx_lm(model, n)
+        yield "mlx-lm", n, of_mlx_lm(model, n, context)
     engine, _ = resolved.load()
     own = engine.proposer
     for n in streams:
         engine.proposer = NoSpeculation()
-        yield "mlxspec", n, of_engine(engine, n)
-        yield "mlxspec, its kernels", n, of_engine(engine, n, kernels=True)
+        yield "mlxspec", n, of_engine(engine, n, False, context)
+        yield "mlxspec, its kernels", n, of_engine(engine, n, True, context)
         if config.draft_depth:
             engine.proposer = own
             title = f"mlxspec, its kernels, {config.draft_depth} drafted"
-            yield title, n, of_engine(engine, n, kernels=True)
+            yield title, n, of_engine(engine, n, True, context)
 
 
 def table(found: Sequence[tuple[str, int, Work]]) -> Table:
@@ -138,6 +147,9 @@ def main() -> None:
     parser.add_argument("--draft", default="", metavar="HEAD_OR_MODEL", help="as for serve")
     parser.add_argument("--draft-depth", type=int, default=0, help="count rounds of such drafts")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--context", type=int, default=CONTEXT, metavar="TOKENS", help="%(default)s"
+    )
     args = parser.parse_args()
     config = Config(
         model=args.model,
@@ -147,7 +159,7 @@ def main() -> None:
         max_sequences=max(args.streams),
     )
     console = Console(width=max(Console().width, 150))
-    console.print(table(list(rows_of(config, args.streams))))
+    console.print(table(list(rows_of(config, args.streams, args.context))))
 
 
 if __name__ == "__main__":

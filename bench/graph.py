@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, log2, prod
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ UPDATES = {"Scatter", "ScatterAxis", "SliceUpdate", "DynamicSliceUpdate"}
 ROWS = {"QuantizedMatmul", "GatherQMM", "CustomKernel", "Softmax", "LogSumExp", "Sort", "ArgSort"}
 SORTED = 4096  # values that one threadgroup sorts
 VECTOR = 8  # rows of a sequence that MLX's attention for few rows takes
+LONG = 4096  # keys of grouped heads from which it is two launches on every chip: sums and a merge
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bool": 1, "complex64": 8}
 
 MARK = (
@@ -36,11 +38,11 @@ Name = tuple[str, tuple[int, ...], mx.Dtype]  # of an array in an export
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A node for a primitive that this machine's MLX lacks. `read`: the bytes that it reads; None:
-    all of its inputs."""
+    """A node for a primitive that this machine's MLX lacks. `read`: says the bytes that it reads,
+    once the whole graph is known; None: all of its inputs."""
 
     name: str
-    read: int | None = None
+    read: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ class Reader:
             parts = np.split(given[0], list(args[0]), axis=args[1])
             self.at |= {name: part for (name, _, _), part in zip(outputs, parts, strict=True)}
             return
+        if kind == "View" and itemsize(outputs[0][2]) == given[0].itemsize:
+            kind = "StopGradient"  # as cheap
         for i, (name, shape, dtype) in enumerate(outputs):
             if kind in PASSING:
                 self.at[name] = given[i]
@@ -158,7 +162,7 @@ class Reader:
         elif kind not in PASSING | VIEWS | RESHAPES:
             self._launch(kind, given, [self.at[name] for name, _, _ in outputs])
             if read is not None:
-                self.work.read += read - sum(map(touched, given))
+                self.work.read += read() - sum(map(touched, given))
 
     def _reshaped(
         self, kind: str, x: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: mx.Dtype
@@ -211,10 +215,23 @@ class Reader:
             experts = min(1.0, given[-1].size / len(given[1]))
             self.work.read -= int((1 - experts) * sum(map(touched, given[1:-2])))
         self.work.launch(kind, read, written)
+        if kind == "ScaledDotProductAttention":
+            self._merged(given, made[0])
         if kind in ("Sort", "ArgSort", "Partition", "ArgPartition"):
             blocks = ceil(given[0].shape[-1] / SORTED)
             for _ in range(2 * ceil(log2(blocks)) + 1 if blocks > 1 else 0):
                 self.work.launch(kind, given, written)
+
+    def _merged(self, given: list[np.ndarray[Any, Any]], made: np.ndarray[Any, Any]) -> None:
+        """The second launch of MLX's attention over many keys, and the sums that it reads."""
+        (_, heads, rows, _), (_, kv_heads, keys, _) = given[0].shape, given[1].shape
+        if rows > VECTOR or keys < LONG or kv_heads == heads:
+            return
+        blocks = 64 if rows * heads // kv_heads >= 4 else 32
+        sums = layout((*made.shape[:-1], blocks, made.shape[-1]), mx.float32)
+        stats = layout((*sums.shape[:-1], 2), mx.float32)
+        self.work.written += sums.nbytes + stats.nbytes - made.nbytes
+        self.work.launch("ScaledDotProductAttention", [sums, stats], made.nbytes)
 
     def _copied(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         self.work.launch("Copy", [x], x.nbytes)
@@ -269,6 +286,21 @@ def _attention_copies(i: int, x: np.ndarray[Any, Any]) -> bool:
     return x.strides[-1] != x.itemsize or not regular
 
 
+def _attention_reads(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    sequences: mx.array,
+    tables: mx.array,
+    window: int,
+) -> int:
+    """Bytes that our attention reads: of the pools, the positions that a sequence's rows see."""
+    start, _, rows, _, _, first, *_ = np.array(sequences).T
+    low = np.maximum(first, start - window + 1) if window else first
+    slot = keys.nbytes // keys.shape[1] + values.nbytes // values.shape[1]
+    return q.nbytes + sequences.nbytes + tables.nbytes + int((start + rows - low).sum()) * slot
+
+
 def _view(
     kind: str, x: np.ndarray[Any, Any], shape: tuple[int, ...], args: list[Any]
 ) -> np.ndarray[Any, Any]:
@@ -302,7 +334,11 @@ class StandIns:
     made: list[StandIn] = field(default_factory=list)
 
     def node(
-        self, name: str, like: Sequence[Any], inputs: Sequence[Any], read: int | None = None
+        self,
+        name: str,
+        like: Sequence[Any],
+        inputs: Sequence[Any],
+        read: Callable[[], int] | None = None,
     ) -> list[mx.array]:
         """Arrays of the shapes and dtypes of `like`, made of those of `inputs` that are arrays."""
         blanks = [mx.zeros(x.shape, x.dtype) for x in like]
@@ -331,11 +367,8 @@ class StandIns:
         def launch(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **rest: Any) -> Any:
             like = [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
             read = None
-            if name == "paged_attention":  # of the pools, what the tables name
-                q, keys, values, sequences, tables = inputs
-                slots = tables.size * dict(rest["template"])["BLOCK"]
-                pools = keys.nbytes // keys.shape[1] + values.nbytes // values.shape[1]
-                read = q.nbytes + sequences.nbytes + tables.nbytes + slots * pools
+            if name == "paged_attention":
+                read = partial(_attention_reads, *inputs, dict(rest["template"])["WINDOW"])
             return self.node("CustomKernel", like, inputs, read)
 
         return launch

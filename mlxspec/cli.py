@@ -18,7 +18,6 @@ from mlxspec.commands.doctor import doctor
 from mlxspec.commands.launch import launch
 from mlxspec.commands.models import models, pull
 from mlxspec.commands.options import (
-    HeadKind,
     Key,
     Model,
     Served,
@@ -124,7 +123,6 @@ def train(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1000, help="How much to learn from.")] = 300_000,
     epochs: Annotated[int, typer.Option(min=1, max=20, help="How often to learn it.")] = 1,
-    kind: Annotated[HeadKind, typer.Option(help="The kind of head: eagle3 or dspark.")] = "eagle3",
     draft_vocab_size: Annotated[
         int, typer.Option(min=256, help="How many different tokens it can draft.")
     ] = 16_384,
@@ -140,7 +138,7 @@ def train(
     log_to_stderr("warning")
     from mlxspec.commands.train import Options, Server, train
 
-    options = Options(data, tokens, epochs, kind, draft_vocab_size)
+    options = Options(data, tokens, epochs, draft_vocab_size)
     sys.exit(train(config, options, Server(*server_of(url, api_key))))
 
 

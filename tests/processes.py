@@ -187,12 +187,7 @@ class Training:
 
     def _run(self, number: int) -> int:
         words = ["train", str(self.model), "--url", self.url, "--draft-vocab-size", "512"]
-        words += [
-            "--tokens",
-            str(TOKENS * (number + 1)),
-            "--kind",
-            ("eagle3", "dspark")[number % 2],
-        ]
+        words += ["--tokens", str(TOKENS * (number + 1))]
         self.current = child = Process(
             words, HOME=str(self.cache), MLXSPEC_CACHE_DIR=str(self.cache)
         )

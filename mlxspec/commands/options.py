@@ -37,7 +37,6 @@ Served = Annotated[
 
 
 Workload = Literal["edits", "code", "chat", "all"]
-HeadKind = Literal["eagle3", "dspark"]
 
 
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
 from mlxspec.training.collect import PARALLEL, Prompt, collect  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
-from mlxspec.training.run import KINDS, Training, drop_others, install, new_head, save_head  # noqa: E402
+from mlxspec.training.run import Training, drop_others, install, new_head, save_head  # noqa: E402
 from mlxspec.training.samples import (  # noqa: E402
     Sample,
     SampleFile,
@@ -59,7 +59,6 @@ class Options:
     data: Path | None
     tokens: int
     epochs: int
-    kind: str
     vocabulary: int
 
 
@@ -204,8 +203,8 @@ def _new_trainer(
     module, config = load(model.path)
     target = Target(module, model.name, config)
     vocabulary = vocabulary_of(learned, options.vocabulary, target.vocab)
-    head, made = new_head(KINDS[options.kind], target, vocabulary)
-    trainer = Trainer(head, target, KINDS[options.kind].drafts, steps)
+    head, made = new_head(target, vocabulary)
+    trainer = Trainer(head, target, steps)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
     if need > free:

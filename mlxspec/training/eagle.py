@@ -22,9 +22,22 @@ def eagle_config(
     vocabulary: Sequence[int],
 ) -> Json:
     """config.json of a head that drafts the tokens `vocabulary`."""
-    layer = target.layer_config() | {"num_hidden_layers": 1}
-    return target.head_config("eagle3", layer, len(vocabulary), CHAIN - 1) | {
+    return {
+        "speculators_model_type": "eagle3",
         "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": len(vocabulary),
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": target.layer_config() | {"num_hidden_layers": 1},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": CHAIN - 1}],
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": target.config.get("architectures"),
+            },
+        },
         "norm_before_residual": False,
         "norm_before_fc": False,
         "embed_requires_grad": False,

@@ -9,24 +9,20 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxspec import log
 from mlxspec.files import write_atomic
 from mlxspec.progress import progress
-from mlxspec.speculate.heads.block import load_block
 from mlxspec.speculate.heads.eagle import load_eagle
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.training.dspark import dspark_config, dspark_drafts, dspark_tensors
-from mlxspec.training.eagle import eagle_config, eagle_drafts, eagle_tensors
+from mlxspec.training.eagle import eagle_config, eagle_tensors
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer, batches
@@ -37,31 +33,15 @@ SAVE_PART = 50  # of the time, at most, goes into saving
 MEASURES = 8  # on held-out samples while it trains
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How heads of a kind are made and trained."""
-
-    config: Callable[[Target, Sequence[int]], Json]
-    tensors: Callable[[Target, Json], dict[str, mx.array]]
-    load: Callable[[HeadFiles, nn.Module], HeadModel]
-    drafts: Any
-
-
-KINDS = {
-    "eagle3": Kind(eagle_config, eagle_tensors, load_eagle, eagle_drafts),
-    "dspark": Kind(dspark_config, dspark_tensors, load_block, dspark_drafts),
-}
-
-
-def new_head(kind: Kind, target: Target, vocabulary: Sequence[int]) -> tuple[HeadModel, Json]:
+def new_head(target: Target, vocabulary: Sequence[int]) -> tuple[HeadModel, Json]:
     """A head that drafts the tokens `vocabulary`, before it has learned, and its config.json."""
     ids = mx.array(list(vocabulary))
-    config = kind.config(target, vocabulary)
-    tensors = kind.tensors(target, config)
+    config = eagle_config(target, vocabulary)
+    tensors = eagle_tensors(target, config)
     tensors["lm_head.weight"] = target.lm_head_rows(ids)
     tensors["d2t"] = ids - mx.arange(len(ids))
     files = HeadFiles(Path("new"), config, tensors=tensors)
-    head = kind.load(files, target.model)
+    head = load_eagle(files, target.model)
     target.tap(head.taps, vocabulary)
     return head, config
 

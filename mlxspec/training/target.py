@@ -107,34 +107,8 @@ class Target:
         on."""
         return [2, self.layers // 2, self.layers - 1]
 
-    def head_config(
-        self,
-        algorithm: str,
-        layer: Json,
-        drafted: int,
-        depth: int,
-    ) -> Json:
-        """What all kinds of heads have in config.json, in the speculators format: layers with the
-        settings `layer`, `drafted` tokens that can be drafted, `depth` of them at a time."""
-        return {
-            "speculators_model_type": algorithm,
-            "draft_vocab_size": drafted,
-            "target_hidden_size": None,
-            "tie_word_embeddings": False,
-            "transformer_layer_config": layer,
-            "speculators_config": {
-                "algorithm": algorithm,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
-                "verifier": {
-                    "name_or_path": self.name,
-                    "architectures": self.config.get("architectures"),
-                },
-            },
-        }
-
     def head_tensors(self) -> dict[str, mx.array]:
-        """What all kinds begin with beside their layers: `fc` passes the last hidden state on."""
+        """What a head begins with beside its layers: `fc` passes the last hidden state on."""
         size = self.width
         last = mx.concatenate([mx.zeros((size, 2 * size)), mx.eye(size)], axis=1)
         norm = _weight(self.trunk.get("norm", {}))

@@ -6,16 +6,16 @@ tokens count less (EAGLE-3, arXiv 2503.01840).
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.training.eagle import CHAIN, eagle_drafts
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Batch, Target
 
@@ -25,12 +25,8 @@ LENGTH = 512  # most tokens of a window
 ROWS = 512  # tokens of a batch, with its padding
 MATRIX_RATE = 0.05  # learning rate at its highest
 VECTOR_RATE = 6e-4
-EMBEDDING_RATE = 6e-3
 WARM_UP = 20  # steps
-DRAFTED = 5  # tokens of a draft, with the target's own
 LAYER_ROWS = 12  # hidden states that a layer keeps of a row for its gradients
-
-Drafts = Callable[[HeadModel, Batch], Iterator[tuple[mx.array, mx.array]]]
 
 
 def windows(samples: Sequence[Sample]) -> list[Sample]:
@@ -73,12 +69,10 @@ class Trainer:
         self,
         head: HeadModel,
         target: Target,
-        drafts: Drafts,
         steps: int,
     ) -> None:
         self.head = head
         self.target = target
-        self.drafts = drafts
         self.done = 0
         head.module.lm_head.freeze()
         flat: Any = tree_flatten(head.module.trainable_parameters())
@@ -86,12 +80,7 @@ class Trainer:
         # Muon learns as much from half the answers; weight decay would be larger than a gradient.
         muon = optim.Muon(_schedule(MATRIX_RATE, steps), weight_decay=0)
         others = optim.AdamW(_schedule(VECTOR_RATE, steps), betas=[0.9, 0.95])
-        # A Muon step of an embedding grows with the number of tokens that are not in the batch.
-        rows = optim.AdamW(_schedule(EMBEDDING_RATE, steps), betas=[0.9, 0.95])
-        modules: Any = head.module.named_modules()
-        embeddings = {f"{n}.weight" for n, m in modules if isinstance(m, nn.Embedding)}
-        kinds = [lambda name, _: name in embeddings, lambda _, w: w.ndim == 2]
-        self.optimizer = optim.MultiOptimizer([rows, muon, others], kinds)
+        self.optimizer = optim.MultiOptimizer([muon, others], [lambda _, w: w.ndim == 2])
         self.optimizer.init(self.weights)
         self._step = mx.value_and_grad(self._loss)
 
@@ -117,7 +106,7 @@ class Trainer:
             batch = self.target.batch(group)
             best = batch.teacher.argmax(axis=-1)
             alive: Any = 1
-            for i, (logits, positions) in enumerate(self.drafts(self.head, batch)):
+            for i, (logits, positions) in enumerate(eagle_drafts(self.head, batch)):
                 if i == 0:
                     tried += float(np.array(batch.learned[:, positions].sum()))
                 same = logits.argmax(axis=-1) == best[:, positions]
@@ -132,7 +121,7 @@ class Trainer:
     ) -> mx.array:
         self._use(weights)
         total = mx.array(0.0)
-        for i, (logits, positions) in enumerate(self.drafts(self.head, batch)):
+        for i, (logits, positions) in enumerate(eagle_drafts(self.head, batch)):
             teacher = mx.softmax(batch.teacher[:, positions].astype(mx.float32), axis=-1)
             logits = logits.astype(mx.float32)
             entropy = mx.logsumexp(logits, axis=-1) - (teacher * logits).sum(axis=-1)
@@ -153,7 +142,7 @@ class Trainer:
         config = self.target.layer_config()
         logits = 2 * len(self.head.module.lm_head.weight)
         hidden = LAYER_ROWS * self.target.width + 3 * config["intermediate_size"]
-        rows = ROWS * DRAFTED * (logits + hidden)
+        rows = ROWS * (CHAIN + 1) * (logits + hidden)
         weights = sum(w.nbytes for _, w in flat)
         return int(4 * weights + 4 * rows)
 

@@ -45,14 +45,13 @@ def better(monkeypatch: pytest.MonkeyPatch, *figures: float) -> None:
     monkeypatch.setattr(train, "_tokens_per_round", lambda config, samples, wait: next(left))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_a_trained_head_is_used_from_then_on(
-    kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     better(monkeypatch, 1.0, 1.5, 1.5, 1.2)
     config = Config(model=str(kinds.TARGET), cache_dir=str(cache))
     assert resolve_model(config).draft is None
-    assert command(*WORDS, "--kind", kind) == 0
+    assert command(*WORDS) == 0
     said = capsys.readouterr().out
     for line in ("memory: ", "time: about ", "training on ", "1.00 tokens a round before, 1.50"):
         assert line in said
@@ -64,7 +63,7 @@ def test_a_trained_head_is_used_from_then_on(
     listed = models.local_models(config)[:2]
     assert [one.kind for one in listed] == ["model", "head"] and listed[1].bytes > 1000
 
-    assert command(*WORDS, "--kind", kind) == 1  # no better than the first
+    assert command(*WORDS) == 1  # no better than the first
     found = resolve_model(config).draft
     assert found is not None and found.path.resolve() == first
     assert len(list((cache / "heads").iterdir())) == 2  # the head and the link to it
@@ -170,7 +169,6 @@ def test_a_training_that_is_killed_goes_on(cache: Path) -> None:
         ("--tokens", "0"),
         ("--tokens", "many"),
         ("--epochs", "21"),
-        ("--kind", "medusa"),
         ("--draft-vocab-size", "-1"),
         ("--data", str(Path(__file__))),
     ],

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.training.run import KINDS, new_head, save_head
+from mlxspec.training.run import new_head, save_head
 from mlxspec.training.trainer import Trainer
 from tests.heads import kinds, make_more, packagings, runs
 from tests.heads.kinds import Config, Tensors
@@ -64,20 +64,16 @@ def sliding(non_causal: bool) -> kinds.Writer:
     return change
 
 
-def learned(kind: str) -> kinds.Writer:
+def learned(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     """As `mlxspec train` writes it, before the first step."""
-
-    def change(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
-        own = pair.target()
-        head, made = new_head(KINDS[kind], own, pair.VOCABULARY)
-        trainer = Trainer(head, own, KINDS[kind].drafts, 1)
-        with tempfile.TemporaryDirectory() as name:
-            save_head(trainer, made, Path(name), {})
-            found = dict(mx.load(f"{name}/model.safetensors"))
-            mx.eval(found)
-        return found, made
-
-    return change
+    own = pair.target()
+    head, made = new_head(own, pair.VOCABULARY)
+    trainer = Trainer(head, own, 1)
+    with tempfile.TemporaryDirectory() as name:
+        save_head(trainer, made, Path(name), {})
+        found = dict(mx.load(f"{name}/model.safetensors"))
+        mx.eval(found)
+    return found, made
 
 
 MASKED, BLOCKS = kinds.parallel, kinds.speculators
@@ -96,7 +92,7 @@ VARIANTS: dict[str, tuple[str, str, kinds.Writer]] = {
     "dflash2, sliding": ("dflash2", "dflash2", then(BLOCKS, sliding(True))),
     "dspark": ("dspark", "dspark", BLOCKS),
     "dspark, reduced": ("dspark", "dspark", kinds.reduced),
-    "eagle3, learned": ("eagle3", "eagle3", learned("eagle3")),
+    "eagle3, learned": ("eagle3", "eagle3", learned),
     "dspark, sliding": ("dspark", "dspark", then(BLOCKS, sliding(False))),
 }
 

@@ -12,10 +12,9 @@ from mlxspec.model.layout import load, load_weights
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.training.run import KINDS
+from mlxspec.training.eagle import eagle_config, eagle_drafts, eagle_tensors
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
-from mlxspec.training.trainer import Drafts
 from tests.heads import kinds, runs
 from tests.heads.packagings import save_head
 
@@ -38,11 +37,11 @@ def whole(own: Target, tensors: Tensors) -> Tensors:
     return tensors | given | {"t2d": drafted}
 
 
-def new_head(kind: str, out: Path, changed: bool) -> Path:
+def new_head(out: Path, changed: bool) -> Path:
     """In the directory `out`; `changed`: with random weights, among which no zeros hide others."""
     own = target()
-    config = KINDS[kind].config(own, VOCABULARY)
-    tensors = whole(own, KINDS[kind].tensors(own, config))
+    config = eagle_config(own, VOCABULARY)
+    tensors = whole(own, eagle_tensors(own, config))
     return save_head(out, kinds.random_tensors(tensors) if changed else tensors, config)
 
 
@@ -73,13 +72,7 @@ def served(path: Path, prompt: list[int], depth: int) -> tuple[list[int], list[i
     return (prompt + run.answers[0])[: first.start + 1], first.draft, logits
 
 
-def trained(
-    own: Target,
-    head: HeadModel,
-    drafts: Drafts,
-    known: list[int],
-    draft: list[int],
-) -> mx.array:
+def trained(own: Target, head: HeadModel, known: list[int], draft: list[int]) -> mx.array:
     """The logits of a draft behind the tokens `known` as training computes them, in a batch with
     another sequence and with other tokens behind the draft: [tokens of a draft, drafted ones]."""
     other = kinds.reference("eagle3")["prompts"][1]
@@ -89,7 +82,7 @@ def trained(
         batch = own.batch([Sample(other, 1), Sample(tokens, 1)])
         made = [
             logits[1, positions.tolist().index(newest + i)]
-            for i, (logits, positions) in enumerate(drafts(head, batch))
+            for i, (logits, positions) in enumerate(eagle_drafts(head, batch))
             if newest + i in positions.tolist()
         ]
         if made:
@@ -97,13 +90,13 @@ def trained(
     raise AssertionError(f"no draft behind token {newest}")
 
 
-def gradients(own: Target, head: HeadModel, drafts: Drafts) -> dict[str, float]:
+def gradients(own: Target, head: HeadModel) -> dict[str, float]:
     """The largest gradient of each of a head's tensors but lm_head."""
     head.module.lm_head.freeze()
     batch = own.batch([Sample(kinds.reference("eagle3")["prompts"][0], 1)])
 
     def loss() -> Any:
-        return sum(mx.sin(logits).sum() for logits, _ in drafts(head, batch))
+        return sum(mx.sin(logits).sum() for logits, _ in eagle_drafts(head, batch))
 
     _, grads = nn.value_and_grad(head.module, loss)()
     leaves: Any = tree_flatten(grads)

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import KINDS, Training, new_head
+from mlxspec.training.run import Training, new_head
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer, vocabulary_of
@@ -47,12 +47,12 @@ def test_it_learns_as_much_as_a_head_that_was_trained_at_length(
     head = load_head(known, own.model)
     assert head is not None
     own.tap(head.taps, drafted)
-    expected = Trainer(head, own, KINDS["eagle3"].drafts, 1).measure(held_out)
+    expected = Trainer(head, own, 1).measure(held_out)
 
     vocabulary = vocabulary_of(learned, len(drafted), own.vocab)
-    made, _ = new_head(KINDS["eagle3"], own, vocabulary)
-    training = Training(learned, held_out, EPOCHS, "eagle3", tmp_path / "state.safetensors")
-    trainer = Trainer(made, own, KINDS["eagle3"].drafts, len(training.plan))
+    made, _ = new_head(own, vocabulary)
+    training = Training(learned, held_out, EPOCHS, "", tmp_path / "state.safetensors")
+    trainer = Trainer(made, own, len(training.plan))
     before = trainer.measure(held_out)
     after = training.run(trainer, lambda: None)
     print(f"kept {before} before, {after} after, {expected} by the other head")

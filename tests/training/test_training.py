@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import KINDS, Training, drop_others, install, new_head, save_head
+from mlxspec.training.run import Training, drop_others, install, new_head, save_head
 from mlxspec.training.samples import Sample
 from mlxspec.training.trainer import LENGTH, ROWS, Trainer, batches, vocabulary_of, windows
 from tests.heads import kinds
@@ -29,12 +29,12 @@ SAMPLES = [
 ]
 
 
-def training(kind: str, state: Path, epochs: int = 2) -> tuple[Trainer, Training]:
+def training(state: Path, epochs: int = 2) -> tuple[Trainer, Training]:
     own = pair.target()
     mx.random.seed(0)
-    head, _ = new_head(KINDS[kind], own, pair.VOCABULARY)
-    made = Training(SAMPLES[1:], SAMPLES[:1], epochs, kind, state)
-    return Trainer(head, own, KINDS[kind].drafts, len(made.plan)), made
+    head, _ = new_head(own, pair.VOCABULARY)
+    made = Training(SAMPLES[1:], SAMPLES[:1], epochs, "", state)
+    return Trainer(head, own, len(made.plan)), made
 
 
 def nothing() -> None:
@@ -59,16 +59,15 @@ def assert_equal(one: Trainer, other: Trainer) -> None:
         assert mx.array_equal(x, y), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_training_that_was_stopped_ends_with_the_same_weights(kind: str, tmp_path: Path) -> None:
-    whole, made = training(kind, tmp_path / "whole.safetensors", epochs=3)
+def test_a_training_that_was_stopped_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole, made = training(tmp_path / "whole.safetensors", epochs=3)
     assert len(made.plan) >= 3
     made.run(whole, nothing)
     for _ in range(len(made.plan) - 1):
-        trainer, made = training(kind, tmp_path / "stopped.safetensors", epochs=3)
+        trainer, made = training(tmp_path / "stopped.safetensors", epochs=3)
         with pytest.raises(KeyboardInterrupt):
             made.run(trainer, stop_after(1))
-    trainer, made = training(kind, tmp_path / "stopped.safetensors", epochs=3)
+    trainer, made = training(tmp_path / "stopped.safetensors", epochs=3)
     made.run(trainer, nothing)
     assert trainer.done == len(made.plan)
     assert_equal(trainer, whole)
@@ -78,9 +77,9 @@ def test_a_step_that_was_made_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C comes while MLX computes."""
-    whole, made = training("eagle3", tmp_path / "whole.safetensors")
+    whole, made = training(tmp_path / "whole.safetensors")
     made.run(whole, nothing)
-    trainer, made = training("eagle3", tmp_path / "stopped.safetensors")
+    trainer, made = training(tmp_path / "stopped.safetensors")
     evaluate = mx.eval
 
     def interrupted(*arrays: object) -> None:
@@ -92,7 +91,7 @@ def test_a_step_that_was_made_is_not_made_again(
     monkeypatch.setattr(mx, "eval", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made.run(trainer, nothing)
-    trainer, made = training("eagle3", tmp_path / "stopped.safetensors")
+    trainer, made = training(tmp_path / "stopped.safetensors")
     made.run(trainer, nothing)
     assert_equal(trainer, whole)
 
@@ -100,32 +99,31 @@ def test_a_step_that_was_made_is_not_made_again(
 def test_a_state_of_another_training_is_not_used(tmp_path: Path) -> None:
     """Of other samples, or damaged."""
     state = tmp_path / "state.safetensors"
-    trainer, made = training("eagle3", state)
+    trainer, made = training(state)
     made.run(trainer, nothing)
-    fresh, other = training("eagle3", state, epochs=1)
+    fresh, other = training(state, epochs=1)
     assert other.digest != made.digest
     other.run(fresh, nothing)
     assert fresh.done == len(other.plan)
     state.write_bytes(state.read_bytes()[:-99])
-    again, other = training("eagle3", state, epochs=1)
+    again, other = training(state, epochs=1)
     other.run(again, nothing)
     assert_equal(again, fresh)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trained_head_is_read_as_a_published_one(kind: str, tmp_path: Path) -> None:
+def test_a_trained_head_is_read_as_a_published_one(tmp_path: Path) -> None:
     """By the tensors of its directory; what it drafts is what was trained."""
-    trainer, made = training(kind, tmp_path / "state.safetensors")
+    trainer, made = training(tmp_path / "state.safetensors")
     made.run(trainer, nothing)
-    config = dict(new_head(KINDS[kind], pair.target(), pair.VOCABULARY)[1])
+    config = dict(new_head(pair.target(), pair.VOCABULARY)[1])
     save_head(trainer, config, tmp_path / "head", {"tokens": 1})
     found = find_head(tmp_path / "head")
-    assert found.standalone and found.config["speculators_model_type"] == kind
+    assert found.standalone and found.config["speculators_model_type"] == "eagle3"
     own = pair.target()
     head = load_head(found, own.model)
     assert head is not None
     own.tap(head.taps, pair.VOCABULARY)
-    again = Trainer(head, own, KINDS[kind].drafts, 1)
+    again = Trainer(head, own, 1)
     expected = trainer.measure(SAMPLES[:1])
     assert again.measure(SAMPLES[:1]) == pytest.approx(expected, abs=0.03)  # bfloat16
     assert json.loads((tmp_path / "head/training.json").read_bytes())["tokens"] == 1

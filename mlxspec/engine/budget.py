@@ -5,6 +5,7 @@ Rule: rows follow from what steps took, by their rows and their context; nothing
 machine.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,13 @@ MAX_ROWS = 2048  # bounds a step's memory
 CHOICES = np.r_[8:64:8, 64 : MAX_ROWS + 1 : 64]  # rows of prompts in a step: whole tiles of kernels
 GRID = MIN_ROWS * 2 ** np.arange(9)  # rows whose cost is kept
 LONGEST = 4.0  # seconds of a step when nothing decodes: a cancel or an arrival waits for it
-ALONE, BESIDE = 0.97, 0.6  # of the best rate: aimed at when nothing decodes; least beside decodes
+ALONE, BESIDE = 0.99, 0.6  # of the best rate: aimed at when nothing decodes; least beside decodes
 MARGIN = 0.9  # aims below a bound: steps vary
 RATE = 0.5  # of an error, as a logarithm, that one step corrects
-ATTENTION = 1e-7  # of a step of MAX_ROWS, for a row and a token before it: to begin with
+READ = 4  # rows whose attention takes as long as reading the K/V that they all attend to
+ATTENTION = 1e-7  # of a step of MAX_ROWS, for a row and a token before it: at least
+LEAST = 1e-3  # seconds of a step
+GROWTH = 1.87  # times as long takes a step with twice the rows: less than 2, so that it is tried
 DOUBT = 10.0  # times as sure is what rows cost as what attention does
 
 
@@ -44,7 +48,7 @@ class PrefillBudget:
             return max(0, self.fixed - prompt)
         rows, pairs = _work(plan)
         more = np.maximum(0, CHOICES - prompt)
-        seconds = self._cost(rows + more, pairs + more * context)
+        seconds = self._cost(rows + more, pairs + (more + READ) * context)
         took = seconds + self.attention / 2 * more**2
         longer = np.append(took[1:], np.inf)  # with the next larger choice
         # However a prompt is cut, its rows attend to as many tokens: that is no loss of rate.
@@ -75,12 +79,27 @@ class PrefillBudget:
         return own + self.attention * pairs
 
 
+def prefill_costs(took: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], float]:
+    """`seconds` and `attention` of a PrefillBudget. `took` has the seconds of two adjacent steps
+    with each of the first rows of GRID; what follows grows as it last did."""
+    first, second = np.array(took or [(LEAST, LEAST)]).T
+    rows = GRID[: len(first)]
+    each = np.maximum(LEAST, np.minimum(first, second))  # a first one may compile
+    attention = max(0.0, second[-1] - first[-1]) / ((rows[-1] + READ) * rows[-1])
+    own = np.maximum.accumulate(np.maximum(each / 2, each - attention / 2 * rows**2))
+    growth = max([GROWTH, *(own[1:] / own[:-1])[-1:]])
+    guessed = own[-1] * growth ** np.arange(1, 1 + len(GRID) - len(own))
+    seconds = np.append(own, guessed)
+    return tuple(seconds.tolist()), max(attention, ATTENTION * seconds[-1])
+
+
 def _prompt_rows(plan: Plan) -> int:
     return sum(e.count for e in plan if e.count > 1 or not e.samples)
 
 
 def _work(plan: Plan) -> tuple[int, float]:
-    """The rows of a step, and their pairs with a token before them."""
+    """The rows of a step, and their pairs with a token before them, READ rows more than there
+    are."""
     rows = sum(e.rows for e in plan)
-    pairs = sum(e.rows * (e.start + e.rows / 2) for e in plan)
+    pairs = sum((e.rows + READ) * e.start + e.rows**2 / 2 for e in plan)
     return rows, pairs

@@ -16,7 +16,7 @@ from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
-from mlxspec.engine.budget import ATTENTION, GRID, MIN_ROWS, PrefillBudget
+from mlxspec.engine.budget import GRID, MAX_ROWS, PrefillBudget, prefill_costs
 from mlxspec.engine.drafting import add_drafters, load_drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
@@ -41,9 +41,7 @@ from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
-READ = 2080  # tokens
-LEAST, SLOW = 1e-3, 0.7  # seconds of a step
-GROWTH = 1.87  # what twice the rows cost at most: less than twice, so that they are tried
+SLOW = 0.7  # seconds of a step
 
 
 def load_engine(
@@ -194,39 +192,43 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache) -> None:
         engine.add(Request("warm-up", (token,), 1))
     while engine.busy:
         engine.step()
-    cache.prefill = known = cache.prefill or _prefill_seconds(engine)
     engine.reset()
+    if not cache.prefill_seconds:
+        cache.prefill_seconds, cache.attention = prefill_costs(_prefill_steps(engine))
     engine.scheduler.prefill_budget = PrefillBudget(
-        config.decode_gap_ms / 1000, config.prefill_budget, known, ATTENTION * known[-1]
+        config.decode_gap_ms / 1000,
+        config.prefill_budget,
+        cache.prefill_seconds,
+        cache.attention,
     )
 
 
-def _prefill_seconds(engine: Engine) -> tuple[float, ...]:
-    """What steps that read the beginning of a prompt take, by their rows. Behind a step that is
-    SLOW no larger one is tried. Twice the rows count as less than twice the time, because a part of
-    that is attention."""
-    size = min(engine.scheduler.limit - 1, READ)
+def _prefill_steps(engine: Engine) -> list[list[float]]:
+    """Seconds of two steps for each size of GRID that read the beginning of a prompt. Behind one
+    that is SLOW no larger one is tried."""
+    size = min(engine.scheduler.limit - 1, 2 * MAX_ROWS + 1)
     prompt = Request("warm-up", tuple(i % engine.vocab for i in range(size)), 1)
-    seconds = []
-    last = 0.0
-    _step_seconds(engine, prompt, MIN_ROWS)  # the first compiles
-    for rows in GRID.tolist():
-        most = GROWTH * last
-        took = None
-        if last < SLOW and rows < size:
-            took = _step_seconds(engine, prompt, rows)
-        last = most if took is None else min(most or took, took)
-        seconds.append(max(LEAST, last))
-    return tuple(seconds)
+    took: list[list[float]] = []
+    for rows in GRID[2 * GRID < size].tolist():
+        seconds = _two_steps(engine, prompt, rows)
+        if not seconds:
+            break
+        took.append(seconds)
+        if seconds[0] > SLOW:
+            break
+    return took
 
 
-def _step_seconds(engine: Engine, prompt: Request, rows: int) -> float | None:
-    """What a step that reads so many rows of a prompt takes; None where the model reads fewer at
-    once."""
+def _two_steps(engine: Engine, prompt: Request, rows: int) -> list[float]:
+    """Seconds of the first two steps of a prompt, with so many rows each; none where the model
+    reads fewer at once."""
     engine.scheduler.prefill_budget.fixed = rows
     engine.add(prompt)
-    engine.step()
+    seconds = []
+    for _ in range(2):
+        engine.step()
+        seconds.append(engine.step_seconds)
     read = engine.scheduler.running[0].computed
     engine.abort(prompt.id)
     engine.reset()
-    return engine.step_seconds if read == rows else None
+    return seconds if read == 2 * rows else []

@@ -22,12 +22,14 @@ from mlxspec.types import Tap
 
 
 class WarmupCache(BaseModel):
-    """The measurements of one model; `costs` were measured with `kernels` in use, `prefill` is
-    the PrefillBudget's, `taps` are the hidden states that MTP heads read, by their fingerprints."""
+    """The measurements of one model; `costs` were measured with `kernels` in use,
+    `prefill_seconds` and `attention` are the PrefillBudget's, `taps` are the hidden states that
+    MTP heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None
-    prefill: tuple[float, ...] = ()
+    prefill_seconds: tuple[float, ...] = ()
+    attention: float = 0.0
     kernels: str = ""
     taps: dict[str, Tap] = {}
 

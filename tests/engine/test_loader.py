@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from mlxspec.cache.prefix import KVCacheManager
 from mlxspec.config import Config
 from mlxspec.engine import loader, memory
-from mlxspec.engine.budget import GRID
+from mlxspec.engine.budget import prefill_costs
 from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
@@ -45,15 +46,22 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_steps_that_a_model_cuts_are_not_measured(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cut", "sizes"), [(512, 5), (64, 4)])
+def test_two_steps_are_measured_of_each_size_that_the_model_reads_at_once(
+    cut: int, sizes: int, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of 64 rows is not taken for that of 128."""
-    monkeypatch.setattr(KVCacheManager, "limit_rows", lambda self, seq, rows: min(rows, 64))
-    e, _ = load_engine(path, "tiny", settings())
-    known = dict(zip(GRID.tolist(), e.scheduler.prefill_budget.seconds, strict=True))
-    for rows in (64, 128, 256, 512, 1024):
-        assert known[2 * rows] == pytest.approx(loader.GROWTH * known[rows])
+    """Two of 128 rows fit into 512 tokens. The time of 64 rows is not taken for that of 128."""
+    known: list[Sequence[Sequence[float]]] = []
+
+    def costs(took: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], float]:
+        known.append(took)
+        return prefill_costs(took)
+
+    monkeypatch.setattr(loader, "prefill_costs", costs)
+    monkeypatch.setattr(KVCacheManager, "limit_rows", lambda self, seq, rows: min(rows, cut))
+    load_engine(path, "tiny", settings())
+    assert [len(steps) for steps in known[0]] == [2 for _ in range(sizes)]
+    assert min(map(min, known[0])) > 0
 
 
 def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:

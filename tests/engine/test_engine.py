@@ -65,7 +65,7 @@ def test_a_stop_found_late_costs_one_row(qwen3) -> None:
 def steady(monkeypatch: pytest.MonkeyPatch) -> PrefillBudget:
     """A budget of 16 rows beside decodes and of 40 alone, which learns nothing."""
     monkeypatch.setattr(PrefillBudget, "learn", lambda *_: None)
-    return PrefillBudget(seconds=tuple(0.0129 * (GRID + 1.2)), attention=0.0)
+    return PrefillBudget(seconds=tuple(0.0129 * (GRID + 0.4)), attention=0.0)
 
 
 def test_who_comes_during_a_long_prompt_is_in_the_next_step(

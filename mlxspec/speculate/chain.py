@@ -15,6 +15,7 @@ from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
 
 MAX_DEPTH = 8  # tokens that are drafted at most: each takes a pass
+LIKELIEST = "likeliest"  # how tokens are drawn that are, whatever the temperature
 MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
 
 
@@ -54,16 +55,15 @@ def proposals(
     depth: int,
     costs: DraftCosts,
 ) -> list[Proposal]:
-    """Drafts of at most `depth` tokens that are drawn with the target's noise, and, at a
-    temperature above 0, of the likeliest tokens, which a drafter less sure than its target guesses
-    better. Each has rates of its own; the keys of the latter have negative positions."""
+    """Drafts of at most `depth` tokens: greedy ones, or, at a temperature above 0, those drawn with
+    the target's noise and the likeliest tokens, which a drafter less sure than its target guesses
+    better. Each has rates of its own: greedy requests say nothing about others."""
     most = min(depth, seq.room - 1)
     if most < 1 or seq.remaining != 1:
         return []
-    signs = (1, -1) if seq.request.sampling.temperature > 0 else (1,)
     made = []
-    for sign in signs:
-        keys = [(source, sign * (i + 1)) for i in range(most)]
+    for how in ("drawn", LIKELIEST) if seq.request.sampling.temperature > 0 else ("greedy",):
+        keys = [(source, how, i + 1) for i in range(most)]
         made.append(Proposal(source, seconds=costs.token, fixed=costs.fixed, rate_keys=keys))
     return made
 
@@ -75,7 +75,7 @@ def sampling_of(
     """How a proposal's tokens are drawn: without penalties, which need counts of tokens that the
     host has not read. The target applies them."""
     sampling = seq.request.sampling
-    likeliest = len(proposal.rate_keys) > 0 and proposal.rate_keys[0][1] < 0
+    likeliest = len(proposal.rate_keys) > 0 and proposal.rate_keys[0][1] == LIKELIEST
     if not (likeliest or sampling.penalized or sampling.logprobs is not None):
         return sampling
     return replace(

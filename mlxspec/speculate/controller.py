@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,8 @@ PROBE_INTERVALS = (8, 128)  # rounds, shortest and longest: a wrong cost is foun
 INNOVATION = 0.25  # one observed time moves a cost by this part at most
 CORRECTION = 0.1  # weight of one observed time
 
-Key = tuple[str, int]  # (source, position); of a copy (source, matching tokens)
+# (source, how its tokens are drawn, position); of a copy (source, matching tokens)
+Key = tuple[Any, ...]
 Curve = Sequence[float]  # seconds by rows, or rates by depth
 Floats = npt.NDArray[np.float64]
 
@@ -47,6 +50,10 @@ class Proposal:
     rate_keys: Sequence[Key] = ()
     tokens: Sequence[int] = ()
     drafter: Any = None
+
+    def expected(self, depth: int) -> float:
+        """Tokens that are accepted of a draft of `depth` tokens."""
+        return float(sum(accumulate(self.rates[:depth], mul)))
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from mlxspec import log
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter
+from mlxspec.speculate.chain import LIKELIEST
 from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Key, Proposal
 from mlxspec.speculate.ngram import FIRST_RATE, GRAMMAR
 from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq
@@ -22,7 +23,7 @@ MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kerne
 
 # The rate to start from of the first token of a model or head.
 FIRST_TOKEN = 0.6
-LIKELIEST = 0.75  # of a head's likeliest tokens, which are tried unless drawn ones do better
+LIKELY = 0.75  # of a head's likeliest tokens, which are tried unless drawn ones do better
 
 
 @dataclass
@@ -131,7 +132,8 @@ class Proposer:
             for seq, some in zip(seqs, options, strict=True):
                 models = [proposal for proposal in some if proposal.drafter.lazy]
                 if models:
-                    yield seq, min(self.depth, len(models[0].rates)), models[0]
+                    best = max(models, key=lambda each: each.expected(self.depth))
+                    yield seq, min(self.depth, len(best.rates)), best
             return
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if self._overlaps() else "exact"
@@ -165,13 +167,13 @@ class Proposer:
 
     def _prior(self, key: Key) -> float:
         """The acceptance rate of a key that was never tried. A copy's (source, bucket of matching
-        tokens) starts from a table, (source, position) from the position before it."""
-        source, n = key
-        if source not in self._by_name:
+        tokens) starts from a table, a model's position from the one before it."""
+        source, *how, n = key
+        if not how:
             return FIRST_RATE[n]
-        if n in (1, -1):  # a small model's noise keeps more than its likeliest tokens: NOTES.md
-            return LIKELIEST if n < 0 and source != "model" else FIRST_TOKEN
-        return self.control.overall((source, n - 1 if n > 0 else n + 1))
+        if n == 1:  # a small model's noise keeps more than its likeliest tokens: NOTES.md
+            return LIKELY if how == [LIKELIEST] and source != "model" else FIRST_TOKEN
+        return self.control.overall((source, *how, n - 1))
 
     # ---- after a step ------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ to it."""
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.speculate.controller import Costs
+from mlxspec.speculate.controller import AcceptanceRate, Costs, Key
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.ngram import FIRST_RATE, bucket
 from mlxspec.speculate.proposer import Proposer
@@ -145,6 +145,28 @@ def test_a_model_fills_in_where_nothing_can_be_copied() -> None:
     out = run(replace(r, prediction=r.prediction[: N // 2]))
     assert "model" in kept_from(run) and kept_from(run) & {"lookup", "resume"}
     assert tiny.tokens(out, "a") == truth(r)
+
+
+def test_greedy_answers_say_nothing_about_warm_ones() -> None:
+    """With a fixed depth, a model that is right at temperature 0 and drafts badly with noise turns
+    to its likeliest tokens, though greedy requests came before."""
+    e = tiny.engine(model(), vocab=tiny.VOCAB)
+    attach(e, "model", small=small()).depth = 2
+    used: Counter[str] = Counter()
+    learn = e.proposer.control.learn
+
+    def learned(stats: AcceptanceRate, keys: Sequence[Key], accepted: int) -> None:
+        how = keys[0][1] if keys else ""
+        used[how] += 1
+        learn(stats, keys, 0 if how == "drawn" else accepted)
+
+    e.proposer.control.learn = learned
+    for temperature in (0.0, 1.0):
+        used.clear()
+        e.add(tiny.request("r", PROMPT, 30, temperature=temperature))
+        tiny.run(e)
+        assert used["greedy"] == 0 or not temperature
+    assert used["likeliest"] > used["drawn"] > 0
 
 
 def test_an_answer_is_remembered_until_it_is_forgotten() -> None:

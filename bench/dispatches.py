@@ -38,7 +38,7 @@ from mlxspec.types import Entry, Request, Sampling  # noqa: E402
 
 WARM = 4  # steps before the one that is counted, which needs no new block
 CONTEXT = 40  # tokens of a sequence when its step is counted
-LONG = 64  # tokens of an answer, more than are counted
+ANSWER = 64  # tokens of an answer, more than are counted
 
 
 class Always(dict[str, Verdict]):
@@ -75,9 +75,11 @@ def prompts(streams: int, context: int) -> list[list[int]]:
 def of_engine(engine: Engine, streams: int, kernels: bool = False, context: int = CONTEXT) -> Work:
     """One step of ours in which all of so many streams decode."""
     for i, prompt in enumerate(prompts(streams, context)):
-        engine.add(Request(f"count-{i}", tuple(prompt), LONG, Sampling(temperature=0.0)))
+        engine.add(Request(f"count-{i}", tuple(prompt), ANSWER, Sampling(temperature=0.0)))
     plan: Sequence[Entry] = ()
     while len(plan) < streams or any(e.count > 1 for e in plan):
+        if not engine.busy:
+            raise RuntimeError("an answer ended before all of them were decoded together")
         engine.step()
         plan = engine.in_flight.plan if engine.in_flight else ()
     for _ in range(WARM):
@@ -94,11 +96,11 @@ def of_engine(engine: Engine, streams: int, kernels: bool = False, context: int 
 def of_mlx_lm(model: Module, streams: int, context: int = CONTEXT) -> Work:
     """One step of mlx-lm's: of `generate_step` for one stream, else of its BatchGenerator."""
     if streams == 1:
-        steps = generate_step(mx.array(prompts(1, context)[0]), model, max_tokens=LONG)
+        steps = generate_step(mx.array(prompts(1, context)[0]), model, max_tokens=ANSWER)
         for _ in range(WARM):
             next(steps)
         return counted(lambda: next(steps))
-    batch = BatchGenerator(model, max_tokens=LONG)
+    batch = BatchGenerator(model, max_tokens=ANSWER, completion_batch_size=streams)
     batch.insert(prompts(streams, context))
     while len(batch.next()[1]) < streams:
         pass
@@ -152,6 +154,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     config = Config(
+        prefill_budget=2048,  # so that all streams are read before the first answer ends
         model=args.model,
         draft=args.draft,
         draft_depth=args.draft_depth,

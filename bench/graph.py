@@ -146,10 +146,10 @@ class Reader:
             parts = np.split(given[0], list(args[0]), axis=args[1])
             self.at |= {name: part for (name, _, _), part in zip(outputs, parts, strict=True)}
             return
-        if kind == "View" and itemsize(outputs[0][2]) == given[0].itemsize:
-            kind = "StopGradient"  # as cheap
+        same = kind == "View" and itemsize(outputs[0][2]) == given[0].itemsize
+        passing = same or kind in PASSING
         for i, (name, shape, dtype) in enumerate(outputs):
-            if kind in PASSING:
+            if passing:
                 self.at[name] = given[i]
             elif kind in VIEWS:
                 self.at[name] = _view(kind, given[0], shape, args)
@@ -159,7 +159,7 @@ class Reader:
                 self.at[name] = self._like(given, shape, dtype)
         if kind in UPDATES:
             self._update(kind, inputs[0][0], given, outputs[0][0])
-        elif kind not in PASSING | VIEWS | RESHAPES:
+        elif not passing and kind not in VIEWS | RESHAPES:
             self._launch(kind, given, [self.at[name] for name, _, _ in outputs])
             if read is not None:
                 self.work.read += read() - sum(map(touched, given))
@@ -223,15 +223,17 @@ class Reader:
                 self.work.launch(kind, given, written)
 
     def _merged(self, given: list[np.ndarray[Any, Any]], made: np.ndarray[Any, Any]) -> None:
-        """The second launch of MLX's attention over many keys, and the sums that it reads."""
+        """The second launch of MLX's attention over many keys, and the sums in between; as chips
+        other than Max and Ultra have it. That MLX composes attention of over 32 rows of heads that
+        share keys, or of heads of other sizes than 64, 96, 128 and 256, is not counted."""
         (_, heads, rows, _), (_, kv_heads, keys, _) = given[0].shape, given[1].shape
         if rows > VECTOR or keys < LONG or kv_heads == heads:
             return
         blocks = 64 if rows * heads // kv_heads >= 4 else 32
-        sums = layout((*made.shape[:-1], blocks, made.shape[-1]), mx.float32)
-        stats = layout((*sums.shape[:-1], 2), mx.float32)
-        self.work.written += sums.nbytes + stats.nbytes - made.nbytes
-        self.work.launch("ScaledDotProductAttention", [sums, stats], made.nbytes)
+        stats = 2 * 4 * made.size // made.shape[-1]  # the largest score and the total, float32
+        between = blocks * (made.nbytes + stats)
+        self.work.launch("ScaledDotProductAttention", [], between)
+        self.work.read += between
 
     def _copied(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         self.work.launch("Copy", [x], x.nbytes)

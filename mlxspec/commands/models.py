@@ -34,9 +34,9 @@ def local_models(config: Config) -> list[LocalModel]:
     of other programs."""
     from mlxspec.model.cards import cards, head_of, target_of
     from mlxspec.model.hub import Resolved, cache_of, installed, learned_head
-    from mlxspec.model.layout import has_code
+    from mlxspec.model.layout import flat, has_code
     from mlxspec.resolve import models_of, on_disk
-    from mlxspec.speculate.heads.files import find_head, flat
+    from mlxspec.speculate.heads.files import find_head
 
     known, found, there = cards(), [], installed()
     for name in dict.fromkeys((*models_of(config), *known, *sorted(there))):

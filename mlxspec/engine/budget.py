@@ -1,8 +1,8 @@
 """How many rows of prompts a step has: as few as read them at nearly the best rate, and beside
 running answers only what fits into `gap` seconds, where that is not far too slow.
 
-Rule: rows follow from what steps took, by their rows and their context; nothing is assumed of the
-machine.
+Rule: rows follow from what steps took, by their rows and their context. READ and GROWTH alone are
+assumed of the machine.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ RATE = 0.5  # of an error, as a logarithm, that one step corrects
 READ = 4  # rows whose attention takes as long as reading the K/V that they all attend to
 ATTENTION = 1e-7  # of a step of MAX_ROWS, for a row and a token before it: at least
 LEAST = 1e-3  # seconds of a step
-GROWTH = 1.87  # times as long takes a step with twice the rows: less than 2, so that it is tried
+# Times as long takes a step with twice the rows: less than 2, so that it is tried; more is noise.
+GROWTH, STEEPEST = 1.87, 2.2
 DOUBT = 10.0  # times as sure is what rows cost as what attention does
 
 
@@ -81,13 +82,14 @@ class PrefillBudget:
 
 def prefill_costs(took: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], float]:
     """`seconds` and `attention` of a PrefillBudget. `took` has the seconds of two adjacent steps
-    with each of the first rows of GRID; what follows grows as it last did."""
+    with each of the first rows of GRID; what follows grows as these last did, within GROWTH and
+    STEEPEST."""
     first, second = np.array(took or [(LEAST, LEAST)]).T
     rows = GRID[: len(first)]
     each = np.maximum(LEAST, np.minimum(first, second))  # a first one may compile
     attention = max(0.0, second[-1] - first[-1]) / ((rows[-1] + READ) * rows[-1])
     own = np.maximum.accumulate(np.maximum(each / 2, each - attention / 2 * rows**2))
-    growth = max([GROWTH, *(own[1:] / own[:-1])[-1:]])
+    growth = np.clip(own[-1] / own[-2:][0], GROWTH, STEEPEST)
     guessed = own[-1] * growth ** np.arange(1, 1 + len(GRID) - len(own))
     seconds = np.append(own, guessed)
     return tuple(seconds.tolist()), max(attention, ATTENTION * seconds[-1])

@@ -193,8 +193,10 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache) -> None:
     while engine.busy:
         engine.step()
     engine.reset()
-    if not cache.prefill_seconds:
-        cache.prefill_seconds, cache.attention = prefill_costs(_prefill_steps(engine))
+    size = min(limit, 2 * MAX_ROWS + 2) - 1
+    if size > cache.prefill_size:  # an earlier start with a shorter context tried fewer rows
+        cache.prefill_seconds, cache.attention = prefill_costs(_prefill_steps(engine, size))
+        cache.prefill_size = size
     engine.scheduler.prefill_budget = PrefillBudget(
         config.decode_gap_ms / 1000,
         config.prefill_budget,
@@ -203,19 +205,20 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache) -> None:
     )
 
 
-def _prefill_steps(engine: Engine) -> list[list[float]]:
-    """Seconds of two steps for each size of GRID that read the beginning of a prompt. Behind one
-    that is SLOW no larger one is tried."""
-    size = min(engine.scheduler.limit - 1, 2 * MAX_ROWS + 1)
+def _prefill_steps(engine: Engine, size: int) -> list[list[float]]:
+    """Seconds of two steps for each size of GRID that read the beginning of a prompt of `size`
+    tokens. Behind one that is SLOW no larger one is tried."""
     prompt = Request("warm-up", tuple(i % engine.vocab for i in range(size)), 1)
     took: list[list[float]] = []
-    for rows in GRID[2 * GRID < size].tolist():
-        seconds = _two_steps(engine, prompt, rows)
-        if not seconds:
-            break
-        took.append(seconds)
-        if seconds[0] > SLOW:
-            break
+    with progress("Measuring prompts") as report:
+        for rows in GRID[2 * GRID < size].tolist():
+            report(len(took), len(GRID))
+            seconds = _two_steps(engine, prompt, rows)
+            if not seconds:
+                break
+            took.append(seconds)
+            if min(seconds) > SLOW:
+                break
     return took
 
 

@@ -30,6 +30,7 @@ class WarmupCache(BaseModel):
     costs: Costs | None = None
     prefill_seconds: tuple[float, ...] = ()
     attention: float = 0.0
+    prefill_size: int = 0  # tokens of the prompt that was read to measure these
     kernels: str = ""
     taps: dict[str, Tap] = {}
 

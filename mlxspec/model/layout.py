@@ -145,13 +145,16 @@ def has_code(config: Json) -> bool:
         return False
 
 
+def flat(config: Json) -> Json:
+    """The config with its text model's fields in place of its own."""
+    inner = config.get("text_config")
+    return config | (inner if isinstance(inner, dict) else {})
+
+
 def context_of(config: Json, most: int = 0) -> int:
     """The longest context the model was trained for, in tokens, `most` at most, 0: no limit; 8192
     is taken if its config has none."""
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        config = inner | config
-    found = [config.get(key) for key in CONTEXT_KEYS]
+    found = [flat(config).get(key) for key in CONTEXT_KEYS]
     context = next((each for each in found if isinstance(each, int) and each > 0), 0)
     if not context:
         log.warning("config.json names no context length; assuming %d tokens", DEFAULT_CONTEXT)

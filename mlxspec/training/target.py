@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxspec.model.layers import decoder_layer
+from mlxspec.model.layout import flat
 from mlxspec.model.pages import View
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head, install_taps, trunk_of
-from mlxspec.speculate.heads.files import flat
 from mlxspec.speculate.heads.tensors import sizes_of
 from mlxspec.training.samples import Sample
 from mlxspec.types import Json, Tap, UnsupportedModel

@@ -114,7 +114,7 @@ def test_a_layer_takes_no_more_than_mlx_lms(streams: int, context: int) -> None:
     launches, read = per_layer(lambda model: of_mlx_lm(model, streams, context))
     of_ours, read_by_ours = per_layer(ours)
     assert of_ours <= launches + (streams == 1 and context < LONG)
-    assert read_by_ours < 1.04 * read, "more than the tables and the parts' sums"
+    assert 0.95 * read < read_by_ours < 1.04 * read, "the tables and the parts' sums are little"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])

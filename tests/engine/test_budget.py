@@ -15,9 +15,12 @@ from mlxspec.cache.prefix import KVCacheManager
 from mlxspec.engine.budget import (
     CHOICES,
     GRID,
+    GROWTH,
     LONGEST,
     MAX_ROWS,
     MIN_ROWS,
+    READ,
+    STEEPEST,
     PrefillBudget,
     prefill_costs,
 )
@@ -285,3 +288,29 @@ def test_whatever_steps_take_there_are_rows() -> None:
         rows, context = int(rng.integers(8, 3000)), int(rng.integers(9000))
         budget.learn([entry(rows, context)], rng.exponential())
         assert MIN_ROWS <= budget.rows([], context, bool(rng.integers(2))) <= MAX_ROWS
+
+
+@pytest.mark.parametrize(
+    ("took", "rate"),
+    [
+        ([], 1 / GROWTH),
+        ([[0.5, 0.6]], 1 / GROWTH),  # one size: larger ones are worth a try
+        ([[0.02, 0.021], [0.05, 0.052]], 1 / STEEPEST),  # so steep is noise
+        ([[0.9, 0.02], [0.03, 0.03]], 1 / GROWTH),  # a first step that compiled
+    ],
+)
+def test_what_was_not_measured_grows_within_bounds(took: list[list[float]], rate: float) -> None:
+    seconds, attention = prefill_costs(took)
+    assert len(seconds) == len(GRID) and min(seconds) > 0 and attention > 0
+    assert list(seconds) == sorted(seconds)
+    assert seconds[-2] / seconds[-1] == pytest.approx(rate)
+    assert not took or seconds[0] <= min(took[0])
+
+
+@pytest.mark.parametrize("pair", [0.0, 1e-7, 3e-6])
+def test_attention_is_told_from_the_rest(pair: float) -> None:
+    cost = linear(0.05, 0.002, pair)
+    took = [[cost(n, 0), cost(n, (n + READ) * n)] for n in map(int, GRID[:6])]
+    seconds, attention = prefill_costs(took)
+    assert attention == pytest.approx(pair, rel=1e-6, abs=2e-6)
+    assert seconds[:6] == pytest.approx([0.05 + 0.002 * n for n in GRID[:6]], rel=0.1)

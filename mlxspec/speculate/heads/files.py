@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec.files import read_json
+from mlxspec.model.layout import flat
 from mlxspec.types import Json, UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
@@ -101,12 +102,6 @@ def _head_in(
             own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}
             return replace(none, standalone=len(own) == len(found), kind=kind, tensors=own)
     return none
-
-
-def flat(config: Json) -> Json:
-    """The config with its text model's fields in place of its own."""
-    inner = config.get("text_config")
-    return config | (inner if isinstance(inner, dict) else {})
 
 
 def _sizes(config: Json) -> list[Any]:

@@ -150,7 +150,7 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
             drafters.append(head)
         padded = engine.runner.layout != "rows"
         depth = config.draft_depth if len(drafters) > 1 else 0
-        engine.proposer = Proposer(costs, drafters, depth, padded)
+        engine.proposer = Proposer(costs, drafters, depth, padded, tries_likeliest=True)
     else:
         log.warning("no speculation: the KV pool is too small to measure what a draft costs")
     pool.free(table)

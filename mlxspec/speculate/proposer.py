@@ -30,12 +30,15 @@ LIKELY = 0.75  # of a head's likeliest tokens, which are tried unless drawn ones
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; `depth`:
     models and heads always draft so many tokens, and nothing else drafts; 0: what pays. `padded`:
-    the other sequences' rows are padded to the longest draft, which is limited then."""
+    the other sequences' rows are padded to the longest draft, which is limited then.
+    `tries_likeliest`: at a temperature, drafts of a fixed depth too are of the likeliest tokens
+    where more of these are accepted; else all are drawn, which shows what a head has learned."""
 
     costs: Costs
     drafters: list[Drafter]
     depth: int = 0
     padded: bool = False
+    tries_likeliest: bool = False
 
     def __post_init__(self) -> None:
         self.max_depth = MAX_PADDED_DEPTH if self.padded else MAX_DEPTH
@@ -131,6 +134,8 @@ class Proposer:
         if self.depth:
             for seq, some in zip(seqs, options, strict=True):
                 models = [proposal for proposal in some if proposal.drafter.lazy]
+                if not self.tries_likeliest:
+                    models = models[:1]
                 if models:
                     best = max(models, key=lambda each: each.expected(self.depth))
                     yield seq, min(self.depth, len(best.rates)), best

@@ -152,6 +152,7 @@ def test_greedy_answers_say_nothing_about_warm_ones() -> None:
     to its likeliest tokens, though greedy requests came before."""
     e = tiny.engine(model(), vocab=tiny.VOCAB)
     attach(e, "model", small=small()).depth = 2
+    e.proposer.tries_likeliest = True
     used: Counter[str] = Counter()
     learn = e.proposer.control.learn
 

@@ -122,12 +122,12 @@ def rows_of(
     own = engine.proposer
     for n in streams:
         engine.proposer = NoSpeculation()
-        yield "mlxspec", n, of_engine(engine, n, False, context)
-        yield "mlxspec, its kernels", n, of_engine(engine, n, True, context)
+        yield "mlxspec", n, of_engine(engine, n, context=context)
+        yield "mlxspec, its kernels", n, of_engine(engine, n, kernels=True, context=context)
         if config.draft_depth:
             engine.proposer = own
             title = f"mlxspec, its kernels, {config.draft_depth} drafted"
-            yield title, n, of_engine(engine, n, True, context)
+            yield title, n, of_engine(engine, n, kernels=True, context=context)
 
 
 def table(found: Sequence[tuple[str, int, Work]]) -> Table:

@@ -63,7 +63,7 @@ class PrefillBudget:
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """A step took `seconds`, 0: unknown."""
-        if seconds <= 0 or not _prompt_rows(plan):
+        if seconds <= 0 or self.fixed or not _prompt_rows(plan):
             return
         rows, pairs = _work(plan)
         expected = self._cost(rows, pairs)

@@ -194,7 +194,8 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache) -> None:
         engine.step()
     engine.reset()
     size = min(limit, 2 * MAX_ROWS + 2) - 1
-    if size > cache.prefill_size:  # an earlier start with a shorter context tried fewer rows
+    # An earlier start with a shorter context tried fewer rows.
+    if size > cache.prefill_size and not config.prefill_budget:
         cache.prefill_seconds, cache.attention = prefill_costs(_prefill_steps(engine, size))
         cache.prefill_size = size
     engine.scheduler.prefill_budget = PrefillBudget(

@@ -154,7 +154,8 @@ def flat(config: Json) -> Json:
 def context_of(config: Json, most: int = 0) -> int:
     """The longest context the model was trained for, in tokens, `most` at most, 0: no limit; 8192
     is taken if its config has none."""
-    found = [flat(config).get(key) for key in CONTEXT_KEYS]
+    fields = flat(config)
+    found = [fields.get(key) for key in CONTEXT_KEYS]
     context = next((each for each in found if isinstance(each, int) and each > 0), 0)
     if not context:
         log.warning("config.json names no context length; assuming %d tokens", DEFAULT_CONTEXT)

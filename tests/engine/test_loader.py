@@ -64,6 +64,16 @@ def test_two_steps_are_measured_of_each_size_that_the_model_reads_at_once(
     assert min(map(min, known[0])) > 0
 
 
+def test_a_prompts_rows_are_not_measured_where_they_are_fixed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "prefill_costs", None)
+    e, _ = load_engine(path, "tiny", settings(prefill_budget=16))
+    e.add(tiny.request("r", range(1, 41), 2))
+    tiny.run(e)
+    assert e.counters["steps"] == 4, "three steps read the prompt"
+
+
 def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
     e, info = load_engine(path, "tiny", settings(block_size=16))
     assert (info.name, info.layout, info.vocab, info.context) == ("tiny", "rows", tiny.VOCAB, 512)

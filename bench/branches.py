@@ -317,11 +317,17 @@ def copy_trees(answer: Answer, most: int) -> list[Tree]:
     return trees
 
 
+def load_files(model: Path, head: Path) -> tuple[Any, HeadModel]:
+    """A model that mlx-lm loads, and a head for it."""
+    target = load_model(model)[0]
+    loaded = load_head(find_head(head), target)
+    assert loaded is not None and read_weights(loaded)
+    return target, loaded
+
+
 def load_pair(kind: str, data: Path) -> tuple[Any, Any, list[list[int]], list[list[int]]]:
     """(target, head, prompts, greedy answers) of the trained pairs of tests/heads."""
     folder, path = ("mtp", data / "mtp/sidecar") if kind == "mtp" else ("qwen3", data / kind)
-    target = load_model(data / folder / "target")[0]
-    head = load_head(find_head(path), target)
-    assert head is not None and read_weights(head)
+    target, head = load_files(data / folder / "target", path)
     reference = json.loads((data / folder / "reference.json").read_text("utf-8"))
     return target, head, reference["prompts"], reference["greedy"]

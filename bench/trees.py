@@ -3,13 +3,14 @@
 Rule: both draft by the same drafter, and both choose by the same rule, the most expected tokens per
 second; what a node is worth is learned on the other half of the answers. A round counts what was
 really accepted. Of a tree's drafting only the nodes that are continued are charged, as if they were
-known before.
+known before; with `--fixed`, both know the shape of a draft before anything of it is drafted, by
+positions and ranks alone, as rounds do that wait for nothing.
 """
 
 import argparse
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.box import MARKDOWN
@@ -29,6 +30,7 @@ from bench.branches import (  # noqa: E402
     answer_of,
     copy_trees,
     head_trees,
+    load_files,
     load_pair,
 )
 from bench.costs import CPU, Costs, macs  # noqa: E402
@@ -37,6 +39,7 @@ from bench.roofline import CONFIGS, sized  # noqa: E402
 PAIRS = ("mtp", "eagle3", "dflash", "dflash2", "dspark")
 COPIED = 31  # tokens of a copy at most
 LENGTH = 64  # tokens of an answer of a tiny pair
+OWN_HEAD = 5.5 / 48  # of a plain step: a pass of SmolLM2's head, on the CPU of `bench.costs`
 Rates = dict[Hashable, float]
 
 
@@ -75,6 +78,15 @@ def learn(trees: Sequence[Sequence[Tree]], truths: Sequence[Sequence[int]]) -> R
                     hits[node.key] = hits.get(node.key, 0) + right
                     tries[node.key] = tries.get(node.key, 0) + 1
     return {key: (hits[key] + 0.2) / (n + 1) for key, n in tries.items()}
+
+
+def by_path(tree: Tree) -> Tree:
+    """The tree with the ranks from its root to each node as the node's key."""
+    paths: list[tuple[int, ...]] = []
+    for node in tree:
+        above = paths[node.parent] if node.parent >= 0 else ()
+        paths.append((*above, node.rank))
+    return [replace(node, key=path) for node, path in zip(tree, paths, strict=True)]
 
 
 def lines(tree: Tree, truth: Sequence[int], rates: Rates) -> tuple[Line, Line]:
@@ -153,8 +165,12 @@ def compare(
     tables: Sequence[Costs],
     fixed: float,
     token: float,
+    shaped: bool = False,
 ) -> list[tuple[float, float]]:
-    """(tokens per plain step of the best chain, of the best tree) for each table of costs."""
+    """(tokens per plain step of the best chain, of the best tree) for each table of costs. `shaped`:
+    their shapes are known before they are drafted."""
+    if shaped:
+        trees = [[by_path(tree) for tree in some] for some in trees]
     halves = [learn(trees[half::2], truths[half::2]) for half in (1, 0)]  # the other half's
     chains, branched = [], []
     for n, (some, truth) in enumerate(zip(trees, truths, strict=True)):
@@ -182,7 +198,12 @@ def drafting(kind: str) -> tuple[float, float]:
 
 
 def pair_row(
-    kind: str, data: Path, temperature: float, answers: int, tables: Sequence[Costs]
+    kind: str,
+    data: Path,
+    temperature: float,
+    answers: int,
+    tables: Sequence[Costs],
+    shaped: bool,
 ) -> list[tuple[float, float]]:
     """A line of the table, of a pair of tests/heads. At a temperature the better of two ways to
     draw counts, for the chain and for the tree: with the target's noise, and the likeliest."""
@@ -199,18 +220,34 @@ def pair_row(
     found = []
     for coupled in (False, True) if temperature else (False,):
         trees = [head_trees(head, target, a, temperature, coupled) for a in made]
-        found.append(compare(trees, truths, tables, *drafting(kind)))
+        found.append(compare(trees, truths, tables, *drafting(kind), shaped))
     return [tuple(map(max, zip(*ways, strict=True))) for ways in zip(*found, strict=True)]
+
+
+def recordings(files: Sequence[Path]):
+    """(name, answers, what each of them says) of each recording."""
+    for file in files:
+        recorded = [r for r in replay.read(file) if len(r.output) > 1]
+        answers = [Answer([*r.prompt, *r.output], len(r.prompt)) for r in recorded]
+        yield file.stem, answers, [a.tokens[a.start :] for a in answers]
 
 
 def copy_rows(files: Sequence[Path], tables: Sequence[Costs]):
     """A line of the table for each recording, drafted by copies."""
-    for file in files:
-        recorded = [r for r in replay.read(file) if len(r.output) > 1]
-        answers = [Answer([*r.prompt, *r.output], len(r.prompt)) for r in recorded]
+    for name, answers, truths in recordings(files):
         trees = [copy_trees(a, COPIED) for a in answers]
-        truths = [a.tokens[a.start :] for a in answers]
-        yield f"copies, {file.stem}", compare(trees, truths, tables, 0.0, 0.0)
+        yield f"copies, {name}", compare(trees, truths, tables, 0.0, 0.0)
+
+
+def head_rows(
+    files: Sequence[Path], model: Path, head: Path, tables: Sequence[Costs], shaped: bool
+):
+    """A line of the table for each recording, drafted by a head's likeliest tokens; each of its
+    passes costs what SmolLM2's do on the CPU of `bench.costs`."""
+    target, loaded = load_files(model, head)
+    for name, answers, truths in recordings(files):
+        trees = [head_trees(loaded, target, a) for a in answers]
+        yield f"head, {name}", compare(trees, truths, tables, 0.0, OWN_HEAD, shaped)
 
 
 def main() -> None:
@@ -220,15 +257,21 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("tests/heads/data"))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--answers", type=int, default=12, help="of each pair, at most")
+    parser.add_argument("--model", type=Path, help="of the recordings, with --head")
+    parser.add_argument("--head", type=Path, help="drafts in the place of copies")
+    parser.add_argument("--fixed", action="store_true", help="heads' drafts have fixed shapes")
     args = parser.parse_args()
     tables = [CPU, *macs()]
     made = Table(box=MARKDOWN)
     for name in ("drafts", *(t.name for t in tables)):
         made.add_column(name, no_wrap=True)
-    rows = list(copy_rows(args.files, tables))
+    if args.head:
+        rows = list(head_rows(args.files, args.model, args.head, tables, args.fixed))
+    else:
+        rows = list(copy_rows(args.files, tables))
     for kind in args.pairs:
         for temperature in args.temperatures:
-            row = pair_row(kind, args.data, temperature, args.answers, tables)
+            row = pair_row(kind, args.data, temperature, args.answers, tables, args.fixed)
             rows.append((f"{kind}, T = {temperature:g}", row))
     for name, found in rows:
         cells = [f"{chain:.2f} {tree:.2f} {tree / chain - 1:+.0%}" for chain, tree in found]

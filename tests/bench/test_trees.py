@@ -5,7 +5,7 @@ import pytest
 
 from bench.branches import Answer, Node, copy_trees, head_trees, load_pair
 from bench.costs import Costs
-from bench.trees import best, compare, learn, lines, reached, speed
+from bench.trees import best, by_path, compare, learn, lines, reached, speed
 from tests.heads import kinds
 
 FREE = Costs("rows are free", [1.0 for _ in range(8)])
@@ -45,6 +45,18 @@ def test_speeds_by_hand() -> None:
 def test_rates_count_where_the_parent_was_right() -> None:
     rates = learn([[TREE, TREE]], [[0, 1, 2]])  # behind 0 comes 1, 2; behind 1 comes 2
     assert rates == pytest.approx({"a": 2.2 / 4, "b": 0.2 / 3})
+
+
+def test_of_a_fixed_shape_only_positions_and_ranks_are_known() -> None:
+    assert [node.key for node in by_path(TREE)] == [(0,), (1,), (0, 0), (1, 0)]
+    sure = [Node(-1, 1, 0, "sure"), Node(-1, 7, 1, "no")]
+    unsure = [Node(-1, 1, 0, "unsure"), Node(-1, 7, 1, "yes")]
+    told = [[sure, sure, unsure, unsure] for _ in range(2)]
+    truth = [[0, 1, 1, 7, 7] for _ in range(2)]
+    costs = [Costs("a row costs half a step", [1.0, 1.5, 2.0])]
+    [(_, tree)] = compare(told, truth, costs, 0, 0)
+    [(_, fixed)] = compare(told, truth, costs, 0, 0, shaped=True)
+    assert tree > fixed  # which node is likely now is seen in what was drafted
 
 
 def test_copies_branch_where_they_went_on_otherwise() -> None:

@@ -21,7 +21,7 @@ from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
 from mlxspec.server import embeddings, page
 from mlxspec.server.anthropic import endpoints as anthropic
-from mlxspec.server.body import FIRST, Items, Strict, Token, receive
+from mlxspec.server.body import FIRST, Items, Strict, Token, receive, report_ignored
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
@@ -30,7 +30,7 @@ from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import protect
-from mlxspec.server.state import Model, ServerState, report, run_on_text_thread, while_connected
+from mlxspec.server.state import Model, ServerState, run_on_text_thread, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.training.recorder import Recorder
 from mlxspec.types import Served
@@ -52,7 +52,7 @@ def create_app(
             routes.append(Route(each, do, methods=methods.split(",")))
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(protect, config=config)],
+        middleware=[Middleware(protect, config=config), Middleware(report_ignored)],
         exception_handlers=HANDLERS,
     )
     name = worker.info.name
@@ -144,9 +144,9 @@ class Load(Strict):
 
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
-    body, ignored, model = await receive(http, Load)
+    body, model = await receive(http, Load)
     work = model.server.worker.load(model.name, body.pin)
-    return await _change(http, model, work, ignored)
+    return await _change(http, model, work)
 
 
 class Unload(Strict):
@@ -156,19 +156,17 @@ class Unload(Strict):
 
 async def unload(http: HttpRequest) -> Response:
     """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
-    body, ignored, model = await receive(http, Unload)
-    return await _change(http, model, model.server.unload(model.name, body.force), ignored)
+    body, model = await receive(http, Unload)
+    return await _change(http, model, model.server.unload(model.name, body.force))
 
 
-async def _change(
-    http: HttpRequest, model: Model, work: Coroutine[Any, Any, None], ignored: list[str]
-) -> Response:
+async def _change(http: HttpRequest, model: Model, work: Coroutine[Any, Any, None]) -> Response:
     """The model's object after `work` on it, and the seconds that it took."""
     worker, began = model.server.worker, time.monotonic()
     await while_connected(http, work)
     seconds = round(time.monotonic() - began, 3)
     body = {**_model(worker.models[model.name]), "seconds": seconds}
-    return JSONResponse(body, headers=report(ignored))
+    return JSONResponse(body)
 
 
 class Tokenize(Strict):
@@ -189,12 +187,12 @@ class Tokenize(Strict):
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
-    body, ignored, model = await receive(http, Tokenize)
+    body, model = await receive(http, Tokenize)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
     ids = await run_on_text_thread(http, _tokens, model, body)
     counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
-    return JSONResponse(counts, headers=report(ignored))
+    return JSONResponse(counts)
 
 
 def _tokens(model: Model, body: Tokenize) -> list[int]:
@@ -213,10 +211,10 @@ class Detokenize(Strict):
 
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
-    body, ignored, model = await receive(http, Detokenize)
+    body, model = await receive(http, Detokenize)
     check_ids(model, body.tokens, "tokens")
     text = await run_on_text_thread(http, model.tokenizer.decode, body.tokens)
-    return JSONResponse({"prompt": text}, headers=report(ignored))
+    return JSONResponse({"prompt": text})
 
 
 ENDPOINTS: Json = {  # each path with and without /v1

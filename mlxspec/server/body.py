@@ -5,6 +5,7 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 """
 
 from typing import Annotated, Any, ClassVar, TypeVar
+from urllib.parse import quote
 
 from pydantic import (
     BaseModel,
@@ -14,6 +15,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxspec import log
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
@@ -59,19 +62,34 @@ class Strict(BaseModel):
         return {name: one for name, one in value.items() if one is not None}
 
 
-MOST_NAMED = 32  # in a line of the log
+IGNORED = "mlxspec.ignored"  # in a request's scope: unknown fields, and content left out
+MOST_NAMED = 32  # in the header, and in a line of the log
 
 Body = TypeVar("Body", bound=Strict)
 
 
-async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
-    """The request's body, the names of its unknown fields, and the model that it asks for. Raises
-    ApiError."""
+def report_ignored(app: ASGIApp) -> ASGIApp:
+    """`app`, whose responses have a header that lists what `receive` ignored, percent-encoded."""
+
+    async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
+        async def reply(message: Message) -> None:
+            if "headers" in message and (ignored := scope.get(IGNORED)):
+                some = [*dict.fromkeys(ignored)][:MOST_NAMED]
+                names = [quote(name[:64], safe="[]") or "%00" for name in some]
+                MutableHeaders(scope=message)["x-mlxspec-ignored"] = ", ".join(names)
+            await send(message)
+
+        await app(scope, receive, reply)
+
+    return reporting
+
+
+async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, Model]:
+    """The request's body, and the model that it asks for. Raises ApiError."""
     data = await read_body(http)
     state = http.app.state.server
-    body, ignored = parse(kind, data, state.config.strict_content == "on")
-    model = await state.model(getattr(body, "model", None))
-    return body, ignored, model
+    body, http.scope[IGNORED] = parse(kind, data, state.config.strict_content == "on")
+    return body, await state.model(getattr(body, "model", None))
 
 
 def parse(kind: type[Body], data: bytes, strict: bool = False) -> tuple[Body, list[str]]:

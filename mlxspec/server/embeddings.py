@@ -20,7 +20,7 @@ from mlxspec.server.body import receive
 from mlxspec.server.chat_request import encode_prompt, room_for
 from mlxspec.server.errors import HttpRequest, Json, invalid
 from mlxspec.server.openai.schema import Embeddings, OneEmbedding
-from mlxspec.server.state import Model, report, run_on_text_thread, while_connected
+from mlxspec.server.state import Model, run_on_text_thread, while_connected
 from mlxspec.server.stream import failure
 from mlxspec.text.messages import listed
 from mlxspec.types import Busy, Pooling, Request, shown
@@ -31,7 +31,7 @@ POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mea
 async def create(http: HttpRequest) -> Response:
     """Ollama's older /api/embeddings takes one text."""
     older = http.url.path == "/api/embeddings"
-    body, ignored, model = await receive(http, OneEmbedding if older else Embeddings)
+    body, model = await receive(http, OneEmbedding if older else Embeddings)
     vectors, tokens = await while_connected(http, embed(model, body))
 
     def response() -> Response:
@@ -56,7 +56,7 @@ async def create(http: HttpRequest) -> Response:
                 "model": model.name,
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             }
-        return JSONResponse(made, headers=report(ignored))
+        return JSONResponse(made)
 
     return await run_on_text_thread(http, response)
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from mlxspec import log
 from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.state import Model, Row, report, while_connected
+from mlxspec.server.state import Model, Row, while_connected
 from mlxspec.server.stream import Choice, Piece, ResponseWriter
 from mlxspec.types import Busy, Output, Request
 
@@ -38,7 +38,6 @@ class Generation:
     model: Model
     body: Any
     writer: ResponseWriter
-    ignored: list[str]  # unknown fields of the body
     media: str = stream.SSE  # the type of a stream
     requests: list[Request] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
@@ -54,7 +53,7 @@ class Generation:
         """Raises only before the first byte."""
         id = self.writer.id
         self._submit()
-        headers = {"x-request-id": id, "request-id": id, **report(self.ignored)}
+        headers = {"x-request-id": id, "request-id": id}
         self.model.server.journal.live[id] = self._row
         try:
             if self.body.stream:

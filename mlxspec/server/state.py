@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
 
@@ -192,12 +191,6 @@ class ServerState:
             grammars = Grammars(tokenizer, self.worker.models[name].info.vocab)
             defaults = generation_defaults(path)
             self.models[name] = Model(self, name, tokenizer, defaults, grammars)
-
-
-def report(ignored: list[str]) -> dict[str, str]:
-    """The response header that lists unknown fields, percent-encoded."""
-    names = [quote(name[:64], safe="[]") or "%00" for name in ignored[:32]]
-    return {"x-mlxspec-ignored": ", ".join(names)} if names else {}
 
 
 async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:

@@ -16,23 +16,23 @@ from mlxspec.server.chat_request import (
 )
 from mlxspec.server.errors import ApiError, HttpRequest
 from mlxspec.server.generate import Generation
-from mlxspec.server.state import report, run_on_text_thread
+from mlxspec.server.state import run_on_text_thread
 
 THINKING = {"enabled": True, "disabled": False}  # other values leave it to the template
 
 
 async def messages(http: HttpRequest) -> ASGIApp:
-    body, ignored, model = await receive(http, Messages)
+    body, model = await receive(http, Messages)
     writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
-    made = Generation(model, body, writer, ignored)
+    made = Generation(model, body, writer)
     return await run_on_text_thread(http, chat_generation, made, _asked(body))
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
-    body, ignored, model = await receive(http, Prompt)
+    body, model = await receive(http, Prompt)
     count = await run_on_text_thread(http, prompt_length, model, _asked(body))
-    return JSONResponse({"input_tokens": count}, headers=report(ignored))
+    return JSONResponse({"input_tokens": count})
 
 
 def _asked(body: Prompt) -> ChatRequest:

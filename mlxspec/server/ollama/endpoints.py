@@ -69,7 +69,7 @@ def _model(info: ModelInfo) -> Json:
 
 
 async def show(http: HttpRequest) -> Response:
-    _, _, model = await receive(http, Chat)
+    _, model = await receive(http, Chat)
     capabilities = ["completion", "tools"]
     if model.tokenizer.has_thinking:
         capabilities.append("thinking")
@@ -79,9 +79,9 @@ async def show(http: HttpRequest) -> Response:
 async def answer(http: HttpRequest) -> ASGIApp:
     """POST /api/chat and /api/generate. Without a message, only loads or unloads the model."""
     chats = http.url.path == "/api/chat"
-    body, ignored, model = await receive(http, Chat if chats else Generate)
+    body, model = await receive(http, Chat if chats else Generate)
     writer = LineWriter(f"ollama-{secrets.token_hex(12)}", body.model or model.name, chats)
-    made = Generation(model, body, writer, ignored, "application/x-ndjson")
+    made = Generation(model, body, writer, "application/x-ndjson")
     if isinstance(body, Generate) and (body.suffix or (body.raw and body.prompt)):
         unread = {
             "format": body.form,

@@ -33,7 +33,7 @@ KINDS: dict[str, type[Completion]] = {
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
-    body, ignored, model = await receive(http, Chat)
+    body, model = await receive(http, Chat)
     effort = body.reasoning_effort or body.reasoning.effort
     options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
     asked = ChatRequest(
@@ -45,17 +45,17 @@ async def chat(http: HttpRequest) -> ASGIApp:
     )
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
     writer.legacy = bool(body.functions)
-    made = Generation(model, body, writer, ignored)
+    made = Generation(model, body, writer)
     return await run_on_text_thread(http, chat_generation, made, asked)
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
     kind = KINDS.get(http.scope["path"].removeprefix("/v1"), Completion)
-    body, ignored, model = await receive(http, kind)
+    body, model = await receive(http, kind)
     if body.echo and body.logprobs is not None:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     writer = CompletionWriter(model, body, kind is Fill, f"cmpl-{secrets.token_hex(12)}")
-    made = Generation(model, body, writer, ignored)
+    made = Generation(model, body, writer)
     return await run_on_text_thread(http, completion_generation, made)
 
 

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from mlxspec.server.body import Strict, receive, validate, wrong
+from mlxspec.server.body import IGNORED, Strict, receive, validate, wrong
 from mlxspec.server.chat_request import (
     ChatRequest,
     chat_generation,
@@ -25,7 +25,7 @@ from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.responses.schema import Create, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
-from mlxspec.server.state import Model, report, run_on_text_thread
+from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.text.messages import listed
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
@@ -112,12 +112,12 @@ def _missing(id: str, param: str | None = None) -> ApiError:
 async def create(http: HttpRequest) -> ASGIApp:
     """A response; of /v1/responses/input_tokens only the length of its prompt."""
     store: Store = http.app.state.responses
-    body, ignored, model = await receive(http, Create)
+    body, model = await receive(http, Create)
     before = store.conversation(body.previous_response_id)
     items = store.resolve(body.input)
+    ignored = http.scope[IGNORED]
     tools = known_tools(body.tools, ignored)
     messages = chat_messages(before, items, ignored)
-    ignored = [*dict.fromkeys(ignored)]
     if not messages:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
@@ -134,7 +134,7 @@ async def create(http: HttpRequest) -> ASGIApp:
     if http.url.path.endswith("/input_tokens"):
         count = await run_on_text_thread(http, prompt_length, model, asked)
         found = {"object": "response.input_tokens", "input_tokens": count}
-        return JSONResponse(found, headers=report(ignored))
+        return JSONResponse(found)
     response = _response(model, body)
     by_name = {tool.name: tool for tool in tools.values()} | tools
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
@@ -142,7 +142,7 @@ async def create(http: HttpRequest) -> ASGIApp:
         writer.encrypted = NOT_ENCRYPTED
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
-    made = Generation(model, body, writer, ignored)
+    made = Generation(model, body, writer)
     return await run_on_text_thread(http, chat_generation, made, asked)
 
 

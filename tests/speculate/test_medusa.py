@@ -2,6 +2,8 @@
 and heads that do not fit are left out."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,24 @@ def test_drafts_are_those_of_numpy(blocks: int, named: Any, tmp_path: Path) -> N
             for layer in layers:
                 x = layer(x)
             assert np.abs(np.array(x) - want).max() <= 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.slow
+def test_a_pt_file_is_converted_as_the_docs_say(tmp_path: Path) -> None:
+    """Needs torch, which nothing else here does."""
+    torch = pytest.importorskip("torch")
+    tensors = heads(1)
+    torch.save(
+        {n: torch.tensor(np.array(x)) for n, x in tensors.items()}, tmp_path / "medusa_lm_head.pt"
+    )
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+    [line] = [line for line in page.splitlines() if "medusa_lm_head.pt'" in line]
+    code = line.split('"')[1]
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    found = find_head(tmp_path)
+    assert found.kind == "medusa" and set(found.tensors) == set(tensors)
+    for name, x in tensors.items():
+        assert mx.array_equal(found.tensors[name], x)
 
 
 def test_four_bits(tmp_path: Path) -> None:

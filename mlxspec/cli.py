@@ -124,7 +124,7 @@ def train(
     tokens: Annotated[int, typer.Option(min=1000, help="How much to learn from.")] = 300_000,
     epochs: Annotated[int, typer.Option(min=1, max=20, help="How often to learn it.")] = 1,
     draft_vocab_size: Annotated[
-        int, typer.Option(min=256, help="How many different tokens it can draft.")
+        int, typer.Option(min=256, help="How many different tokens a new head can draft.")
     ] = 16_384,
     url: Url = None,
     api_key: Key = None,

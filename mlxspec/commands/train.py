@@ -15,7 +15,7 @@ from mlxspec.config import Config
 from mlxspec.files import format_size, lock
 from mlxspec.progress import progress
 from mlxspec.service.status import get_status
-from mlxspec.types import Json, OutOfMemory, Request, Sampling, UserError, line_of
+from mlxspec.types import OutOfMemory, Request, Sampling, UserError, line_of
 
 blas.load()
 
@@ -23,13 +23,21 @@ from mlxspec.commands.bench import Task, prompt_of, run_group  # noqa: E402  aft
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import release_memory  # noqa: E402
-from mlxspec.model.hub import cache_of, storage_name  # noqa: E402
+from mlxspec.model.hub import Resolved, cache_of, learned_head, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
+from mlxspec.speculate.heads.files import HeadFiles, find_head  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
 from mlxspec.training.collect import PARALLEL, Prompt, collect  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
-from mlxspec.training.run import Training, drop_others, install, new_head, save_head  # noqa: E402
+from mlxspec.training.run import (  # noqa: E402
+    Training,
+    drop_others,
+    install,
+    load_taught,
+    new_head,
+    save_head,
+)
 from mlxspec.training.samples import (  # noqa: E402
     Sample,
     SampleFile,
@@ -45,6 +53,7 @@ from mlxspec.training.trainer import LENGTH, ROWS, Trainer, vocabulary_of, windo
 CONTEXT = 4 * LENGTH  # of a prompt and its answer
 WARM = 0.7  # temperature of every second answer
 ROWS_PER_TOKEN = 1.5  # with prompts and padding; of answers to our prompts it is 1.4
+KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something
 ASK_S = 1.0  # between two questions to the server
 MEASURED = 32  # held-out windows
 TRIED = 8  # tokens of each answer that is timed
@@ -94,8 +103,7 @@ def train(config: Config, options: Options, server: Server) -> int:
         try:
             compared = _train(model, options, cache / "training" / name, made, server)
             before = _tokens_per_round(config, compared, server.wait)
-            own = replace(config, draft=str(made))
-            after = _tokens_per_round(own, compared, server.wait)
+            after = _tokens_per_round(replace(config, draft=str(made)), compared, server.wait)
             print(
                 f"held-out prompts: {before:.2f} tokens a round before, {after:.2f} with the head"
             )
@@ -130,7 +138,7 @@ def _train(
     answers."""
     texts = pieces(options.data) if options.data else []
     learned, measured = _own_samples(model, options, texts)
-    trainer, _ = _new_trainer(model, options, learned, 1)
+    trainer, files = _new_trainer(model, options, learned, 1)
     server.wait()
     seconds = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
     del trainer
@@ -143,7 +151,8 @@ def _train(
             (measured if prompt.held_out else learned).append(answers[prompt.key])
     if not learned or not measured:
         raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
-    about = {"model": model.name, **asdict(options), "data": str(options.data or "")}
+    about = {"model": model.name, "begins_as": files.path.resolve().name}
+    about |= asdict(options) | {"data": str(options.data or "")}
     training = Training(
         windows(learned),
         windows(measured)[:MEASURED],
@@ -151,10 +160,10 @@ def _train(
         json.dumps(about),
         work / "state.safetensors",
     )
-    trainer, config = _new_trainer(model, options, learned, len(training.plan))
+    trainer, _ = _new_trainer(model, options, learned, len(training.plan))
     print(f"training on {sum(map(len, learned))} tokens in {len(training.plan)} steps")
     kept = training.run(trainer, server.wait)
-    save_head(trainer, config, made, about | {"kept": kept})
+    save_head(trainer, files.config, made, about | {"kept": kept})
     return measured[:COMPARED]
 
 
@@ -196,15 +205,20 @@ def _prompt(tokenizer: Tokenizer, subject: str, text: str) -> Prompt:
 
 def _new_trainer(
     model: ResolvedModel, options: Options, learned: Sequence[Sample], steps: int
-) -> tuple[Trainer, Json]:
-    """A new head with its trainer and config.json. Says what memory it takes before weights are
-    read. Raises OutOfMemory, and UnsupportedModel where no head can read the model."""
+) -> tuple[Trainer, HeadFiles]:
+    """The trainer of the head that was learned before, or of a new one, and where it begins. Says
+    what memory it takes before weights are read. Raises OutOfMemory, and UnsupportedModel where no
+    head can read the model."""
     release_memory()  # of an engine before it
     module, config = load(model.path)
     target = Target(module, model.name, config)
-    vocabulary = vocabulary_of(learned, options.vocabulary, target.vocab)
-    head, made = new_head(target, vocabulary)
-    trainer = Trainer(head, target, steps)
+    place = learned_head(Resolved(model.path, model.name), cache_of(model.config))
+    files = find_head(place or model.path)
+    known = files.kind == "eagle3"
+    if not known:
+        files = new_head(target, vocabulary_of(learned, options.vocabulary, target.vocab))
+    head = load_taught(target, files)
+    trainer = Trainer(head, target, steps, KNOWN_RATE if known else 1.0)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
     if need > free:
@@ -214,7 +228,7 @@ def _new_trainer(
             need=need,
         )
     load_weights(module)
-    return trainer, made
+    return trainer, files
 
 
 def _seconds_per_row(trainer: Trainer) -> float:
@@ -242,8 +256,8 @@ def _answers(
     engine, _ = model.load()
     left = max(0, wanted - sum(map(len, file.read().values())))
     server.wait()
-    answering = left * _seconds_per_token(engine)
-    minutes = [f"{seconds / 60:.0f} min" for seconds in (answering, training)]
+    times = left * _seconds_per_token(engine), training
+    minutes = [f"{seconds / 60:.0f} min" for seconds in times]
     print(f"time: about {minutes[0]} to answer prompts and {minutes[1]} to train; Ctrl-C stops")
     with progress("Answering prompts") as report:
         stops = frozenset(model.tokenizer.eos_token_ids)

@@ -161,13 +161,11 @@ def _draft_model(
 ) -> HeadDrafter:
     pool = engine.scheduler.pool
     runner = Runner(small.model, "rows", pool.block_size, pool.size)
-    model = DraftModel(runner, engine.vocab, small.fit.vocab, small.context)
-    drafter = HeadDrafter(model.head(), engine.runner)
+    head = DraftModel(runner, engine.vocab, small.fit.vocab, small.context).head()
+    drafter = HeadDrafter(head, engine.runner)
     drafter.measure(table)
     drafting.facts = {"draft": fingerprint(drafting.path, {})}
-    token, fixed = 1e3 * drafter.costs.token, 1e3 * drafter.costs.fixed
-    said = "a small model drafts: %.1f ms a token and %.1f ms a draft; model: %s"
-    log.info(said, token, fixed, drafting.path)
+    log.info("a small model drafts: %s", drafting.path)
     return drafter
 
 
@@ -205,14 +203,8 @@ def _attach(
     kv.rereads = reads and kv.states is None
     drafting.facts = {"head": f"{key} {head.taps}"}
     where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in head.taps]
-    log.info(
-        "%s drafts from the hidden states after %s: %.1f ms and %.1f ms a token; head: %s",
-        head.name,
-        ", ".join(where),
-        1e3 * head.costs.fixed,
-        1e3 * head.costs.token,
-        drafting.path,
-    )
+    states = ", ".join(where)
+    log.info("%s drafts from the hidden states after %s: %s", head.name, states, drafting.path)
     return head
 
 

@@ -217,7 +217,8 @@ def paged_attention(
     def proven(group: Group) -> bool:
         if not shape or group.length > ROWS:
             return False
-        return bool(variant) or _proven(shape, group.length)
+        cases = paged_attention_cases(shape)  # all contexts
+        return bool(variant) or all(KERNELS.variant(c.name, group.length) for c in cases)
 
     out = []
     first = a.groups[0].lo
@@ -230,11 +231,6 @@ def paged_attention(
         else:
             out.append(reference.paged_attention(part))
     return mx.concatenate(out)
-
-
-def _proven(shape: Shape, rows: int) -> bool:
-    """Whether the kernel is proven in all contexts."""
-    return all(KERNELS.variant(case.name, rows) for case in paged_attention_cases(shape))
 
 
 @cache

@@ -206,8 +206,8 @@ def _found(path: Path, name: str, draft: bool) -> Resolved:
         names = ", ".join(name[:99] for name in missing[:5])
         raise UnsupportedModel(
             f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}); complete its"
-            " download, or make one of another format with `mlx_lm.convert`; docs/models.md says how"
-            " to convert a head that is a .pt file"
+            " download, or make one of another format with `mlx_lm.convert`; docs/models.md has how"
+            " to convert a head's .pt file"
         )
     return Resolved(path, name)
 

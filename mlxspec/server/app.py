@@ -145,8 +145,7 @@ class Load(Strict):
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
     body, model = await receive(http, Load)
-    work = model.server.worker.load(model.name, body.pin)
-    return await _change(http, model, work)
+    return await _change(http, model, model.server.worker.load(model.name, body.pin))
 
 
 class Unload(Strict):

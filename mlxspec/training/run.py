@@ -33,17 +33,23 @@ SAVE_PART = 50  # of the time, at most, goes into saving
 MEASURES = 8  # on held-out samples while it trains
 
 
-def new_head(target: Target, vocabulary: Sequence[int]) -> tuple[HeadModel, Json]:
-    """A head that drafts the tokens `vocabulary`, before it has learned, and its config.json."""
+def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
+    """A head that drafts the tokens `vocabulary`, before it has learned."""
     ids = mx.array(list(vocabulary))
     config = eagle_config(target, vocabulary)
     tensors = eagle_tensors(target, config)
     tensors["lm_head.weight"] = target.lm_head_rows(ids)
     tensors["d2t"] = ids - mx.arange(len(ids))
-    files = HeadFiles(Path("new"), config, tensors=tensors)
+    return HeadFiles(Path("new"), config, tensors=tensors)
+
+
+def load_taught(target: Target, files: HeadFiles) -> HeadModel:
+    """A head that training made, whose target hands out what it reads and drafts. Raises
+    UnsupportedModel."""
     head = load_eagle(files, target.model)
-    target.tap(head.taps, vocabulary)
-    return head, config
+    added = files.tensors["d2t"]
+    target.tap(head.taps, mx.arange(len(added)) + added)
+    return head
 
 
 class Training:

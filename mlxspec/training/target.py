@@ -57,11 +57,11 @@ class Target:
     def tap(
         self,
         taps: Sequence[Tap],
-        vocabulary: Sequence[int],
+        drafted: mx.array,
     ) -> None:
-        """Hand out these hidden states, and logits of these tokens."""
+        """Hand out these hidden states, and logits of the tokens `drafted`."""
         install_taps(self.trunk, self._view, taps)
-        self.drafted = mx.array(list(vocabulary))
+        self.drafted = drafted
         self._is_drafted = mx.zeros((self.vocab,)).at[self.drafted].add(1)
 
     def batch(self, samples: Sequence[Sample]) -> Batch:

@@ -62,14 +62,15 @@ def batches(
 
 
 class Trainer:
-    """A head and its optimizer. `steps`: of all epochs, for the learning rate; `done`: those that
-    were made."""
+    """A head and its optimizer. `steps`: of all epochs, for the learning rate, of which the head
+    takes the part `rate`; `done`: steps that were made."""
 
     def __init__(
         self,
         head: HeadModel,
         target: Target,
         steps: int,
+        rate: float = 1.0,
     ) -> None:
         self.head = head
         self.target = target
@@ -78,8 +79,8 @@ class Trainer:
         flat: Any = tree_flatten(head.module.trainable_parameters())
         self.weights: Any = tree_unflatten([(n, w.astype(mx.float32)) for n, w in sorted(flat)])
         # Muon learns as much from half the answers; weight decay would be larger than a gradient.
-        muon = optim.Muon(_schedule(MATRIX_RATE, steps), weight_decay=0)
-        others = optim.AdamW(_schedule(VECTOR_RATE, steps), betas=[0.9, 0.95])
+        muon = optim.Muon(_schedule(rate * MATRIX_RATE, steps), weight_decay=0)
+        others = optim.AdamW(_schedule(rate * VECTOR_RATE, steps), betas=[0.9, 0.95])
         self.optimizer = optim.MultiOptimizer([muon, others], [lambda _, w: w.ndim == 2])
         self.optimizer.init(self.weights)
         self._step = mx.value_and_grad(self._loss)

@@ -1,11 +1,13 @@
 """`mlxspec train` on a tiny model: from the command line to the head that serve uses."""
 
+import json
 import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxspec import cli
@@ -67,6 +69,31 @@ def test_a_trained_head_is_used_from_then_on(
     found = resolve_model(config).draft
     assert found is not None and found.path.resolve() == first
     assert len(list((cache / "heads").iterdir())) == 2  # the head and the link to it
+
+
+def test_a_head_that_was_learned_before_goes_on(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own draft vocabulary; a damaged one is replaced by a new head."""
+    better(monkeypatch, *(1.0, 1.5) * 3)
+    config = Config(model=str(kinds.TARGET), cache_dir=str(cache))
+
+    def made(*words: str) -> tuple[Path, dict, int]:
+        assert command(*WORDS, *words) == 0
+        draft = resolve_model(config).draft
+        assert draft is not None
+        place = draft.path.resolve()
+        about = json.loads((place / "training.json").read_bytes())
+        return place, about, len(mx.load(str(place / "model.safetensors"))["d2t"])
+
+    first, about, size = made()
+    assert about["begins_as"] == "new"
+    second, about, same = made("--draft-vocab-size", "300")
+    assert about["begins_as"] == first.name != second.name and same == size != 300
+    assert "going on after step" not in capsys.readouterr().out
+    (second / "model.safetensors").write_bytes(b"damaged")
+    _, about, small = made("--draft-vocab-size", "300")
+    assert about["begins_as"] == "new" and small == 300
 
 
 def test_the_head_of_a_real_comparison(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def test_an_engine_with_the_kernel_says_the_same(
     asked = equip(e, name, kind, asked)
 
     monkeypatch.setitem(KERNELS.verdicts, "all", Verdict("matrix", 1, 16))
-    monkeypatch.setattr(attention, "_proven", lambda shape, rows: True)
+    monkeypatch.setattr(attention, "paged_attention_cases", lambda shape: [])  # all proven
     metadata, shifted = attention._metadata, []
     monkeypatch.setattr(
         attention,

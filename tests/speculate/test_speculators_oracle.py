@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.training.run import new_head, save_head
+from mlxspec.training.run import load_taught, new_head, save_head
 from mlxspec.training.trainer import Trainer
 from tests.heads import kinds, make_more, packagings, runs
 from tests.heads.kinds import Config, Tensors
@@ -67,13 +67,13 @@ def sliding(non_causal: bool) -> kinds.Writer:
 def learned(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     """As `mlxspec train` writes it, before the first step."""
     own = pair.target()
-    head, made = new_head(own, pair.VOCABULARY)
-    trainer = Trainer(head, own, 1)
+    files = new_head(own, pair.VOCABULARY)
+    trainer = Trainer(load_taught(own, files), own, 1)
     with tempfile.TemporaryDirectory() as name:
-        save_head(trainer, made, Path(name), {})
+        save_head(trainer, files.config, Path(name), {})
         found = dict(mx.load(f"{name}/model.safetensors"))
         mx.eval(found)
-    return found, made
+    return found, files.config
 
 
 MASKED, BLOCKS = kinds.parallel, kinds.speculators

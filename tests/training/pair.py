@@ -48,7 +48,7 @@ def new_head(out: Path, changed: bool) -> Path:
 def head_of(own: Target, path: Path) -> HeadModel:
     """The head in a directory; the target hands out what it reads."""
     head: HeadModel = kinds.head_of(path, own.model)
-    own.tap(head.taps, VOCABULARY)
+    own.tap(head.taps, mx.array(list(VOCABULARY)))
     return head
 
 

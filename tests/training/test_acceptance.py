@@ -7,9 +7,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import Training, new_head
+from mlxspec.training.run import Training, load_taught, new_head
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer, vocabulary_of
@@ -42,15 +41,10 @@ def test_it_learns_as_much_as_a_head_that_was_trained_at_length(
     assert 10_000 <= sum(map(len, learned)) < 10_500
 
     known = find_head(kinds.DATA / "eagle3")
-    offsets = known.tensors["d2t"].astype(mx.int32)
-    drafted = (mx.arange(len(offsets)) + offsets).tolist()
-    head = load_head(known, own.model)
-    assert head is not None
-    own.tap(head.taps, drafted)
-    expected = Trainer(head, own, 1).measure(held_out)
+    expected = Trainer(load_taught(own, known), own, 1).measure(held_out)
 
-    vocabulary = vocabulary_of(learned, len(drafted), own.vocab)
-    made, _ = new_head(own, vocabulary)
+    vocabulary = vocabulary_of(learned, len(own.drafted), own.vocab)
+    made = load_taught(own, new_head(own, vocabulary))
     training = Training(learned, held_out, EPOCHS, "", tmp_path / "state.safetensors")
     trainer = Trainer(made, own, len(training.plan))
     before = trainer.measure(held_out)

@@ -13,9 +13,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import Training, drop_others, install, new_head, save_head
+from mlxspec.training.run import Training, drop_others, install, load_taught, new_head, save_head
 from mlxspec.training.samples import Sample
 from mlxspec.training.trainer import LENGTH, ROWS, Trainer, batches, vocabulary_of, windows
 from tests.heads import kinds
@@ -32,7 +31,7 @@ SAMPLES = [
 def training(state: Path, epochs: int = 2) -> tuple[Trainer, Training]:
     own = pair.target()
     mx.random.seed(0)
-    head, _ = new_head(own, pair.VOCABULARY)
+    head = load_taught(own, new_head(own, pair.VOCABULARY))
     made = Training(SAMPLES[1:], SAMPLES[:1], epochs, "", state)
     return Trainer(head, own, len(made.plan)), made
 
@@ -115,15 +114,12 @@ def test_a_trained_head_is_read_as_a_published_one(tmp_path: Path) -> None:
     """By the tensors of its directory; what it drafts is what was trained."""
     trainer, made = training(tmp_path / "state.safetensors")
     made.run(trainer, nothing)
-    config = dict(new_head(pair.target(), pair.VOCABULARY)[1])
+    config = new_head(pair.target(), pair.VOCABULARY).config
     save_head(trainer, config, tmp_path / "head", {"tokens": 1})
     found = find_head(tmp_path / "head")
     assert found.standalone and found.config["speculators_model_type"] == "eagle3"
     own = pair.target()
-    head = load_head(found, own.model)
-    assert head is not None
-    own.tap(head.taps, pair.VOCABULARY)
-    again = Trainer(head, own, 1)
+    again = Trainer(load_taught(own, found), own, 1)
     expected = trainer.measure(SAMPLES[:1])
     assert again.measure(SAMPLES[:1]) == pytest.approx(expected, abs=0.03)  # bfloat16
     assert json.loads((tmp_path / "head/training.json").read_bytes())["tokens"] == 1

@@ -56,8 +56,11 @@ def load_module(
     its hidden states. Raises UnsupportedModel, for a head of other tokens too."""
     embed, lm_head = embedding_and_lm_head(target)
     dtype = embed(mx.array([0])).dtype  # two in one product would convert the weights every time
-    kept = {n: x for n, x in tensors.items() if not n.startswith((*IGNORED, *ignored))}
-    tensors = {n: x.astype(dtype) if _is_float(x) else x for n, x in kept.items()}
+    tensors = {
+        n: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x
+        for n, x in tensors.items()
+        if not n.startswith((*IGNORED, *ignored))
+    }
     if "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(len(tensors["embed_tokens.weight"]), size)
     if "lm_head.weight" in tensors:
@@ -79,10 +82,6 @@ def load_module(
         )
     vocabulary = Vocabulary(None if added is None else ids, vocab)
     return module.get("embed_tokens", embed), lm_head, vocabulary
-
-
-def _is_float(x: Array) -> bool:
-    return bool(mx.issubdtype(x.dtype, mx.floating))
 
 
 def sizes_of(target: nn.Module) -> tuple[int, int]:

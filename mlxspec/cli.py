@@ -6,7 +6,6 @@ Rule: what a user can fix ends in one line on stderr and exit status 2; a traceb
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -116,7 +115,7 @@ def bench(
 def train(
     model: Model = None,
     data: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="DIR", help="Code and documents to learn from; hidden files are left out."
         ),

@@ -65,7 +65,7 @@ class Options:
     """What was asked for. `data`: a directory of texts; `tokens`: of all that is learned from;
     `vocabulary`: how many tokens the head can draft."""
 
-    data: Path | None
+    data: str | None
     tokens: int
     epochs: int
     vocabulary: int
@@ -136,7 +136,7 @@ def _train(
 ) -> list[Sample]:
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""
-    texts = pieces(options.data) if options.data else []
+    texts = pieces(Path(options.data)) if options.data else []
     learned, measured = _own_samples(model, options, texts)
     trainer, files = _new_trainer(model, options, learned, 1)
     server.wait()
@@ -151,8 +151,8 @@ def _train(
             (measured if prompt.held_out else learned).append(answers[prompt.key])
     if not learned or not measured:
         raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
-    about = {"model": model.name, "begins_as": files.path.resolve().name}
-    about |= asdict(options) | {"data": str(options.data or "")}
+    begins_as = files.path.resolve().name
+    about = {"model": model.name, "begins_as": begins_as, **asdict(options)}
     training = Training(
         windows(learned),
         windows(measured)[:MEASURED],
@@ -214,11 +214,11 @@ def _new_trainer(
     target = Target(module, model.name, config)
     place = learned_head(Resolved(model.path, model.name), cache_of(model.config))
     files = find_head(place or model.path)
-    known = files.kind == "eagle3"
-    if not known:
+    rate = KNOWN_RATE
+    if files.kind != "eagle3":
         files = new_head(target, vocabulary_of(learned, options.vocabulary, target.vocab))
-    head = load_taught(target, files)
-    trainer = Trainer(head, target, steps, KNOWN_RATE if known else 1.0)
+        rate = 1.0
+    trainer = Trainer(load_taught(target, files), target, steps, rate)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
     if need > free:

@@ -63,6 +63,7 @@ class Ranks:
 
     group: Any = None
     children: Sequence[subprocess.Popen[bytes]] = ()
+    hosts: Any = None  # the file of addresses, deleted with this: the last rank reads it late
     rank: int = 0
     size: int = 1
     level: int = 0  # the worst memory pressure of the others
@@ -219,24 +220,24 @@ def join(count: int, flags: Sequence[str] = ()) -> Ranks:
         return Ranks()
     command = [sys.executable, "-m", "mlxspec", "serve", *flags]
     children = []
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as hosts:
-        json.dump(_free_ports(count), hosts)
-        hosts.flush()
-        os.environ["MLX_HOSTFILE"] = hosts.name
-        for rank in range(1, count):
-            os.environ["MLX_RANK"] = str(rank)
-            children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
-        os.environ["MLX_RANK"] = "0"
-        return _connect(children)
+    hosts = tempfile.NamedTemporaryFile("w", suffix=".json")
+    json.dump(_free_ports(count), hosts)
+    hosts.flush()
+    os.environ["MLX_HOSTFILE"] = hosts.name
+    for rank in range(1, count):
+        os.environ["MLX_RANK"] = str(rank)
+        children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    os.environ["MLX_RANK"] = "0"
+    return _connect(children, hosts)
 
 
-def _connect(children: Sequence[subprocess.Popen[bytes]]) -> Ranks:
+def _connect(children: Sequence[subprocess.Popen[bytes]], hosts: Any = None) -> Ranks:
     # A rank that ends before it has connected interrupts MLX, which would wait for it for ever.
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         why = _why_ended(children)
         if not why:
-            return Ranks(mx.distributed.init(strict=True), children)
+            return Ranks(mx.distributed.init(strict=True), children, hosts)
     except RuntimeError as error:
         why = _why_ended(children) or line_of(error)
     finally:

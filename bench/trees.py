@@ -3,8 +3,8 @@
 Rule: both draft by the same drafter, and both choose by the same rule, the most expected tokens per
 second; what a node is worth is learned on the other half of the answers. A round counts what was
 really accepted. Of a tree's drafting only the nodes that are continued are charged, as if they were
-known before; with `--fixed`, both know the shape of a draft before anything of it is drafted, by
-positions and ranks alone, as rounds do that wait for nothing.
+known before; with `--fixed`, both choose by positions and ranks alone, as rounds do that wait for
+nothing, among paths whose likelihood was known: a fixed tree gains at most so much.
 """
 
 import argparse
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--answers", type=int, default=12, help="of each pair, at most")
     parser.add_argument("--model", type=Path, help="of the recordings, with --head")
-    parser.add_argument("--head", type=Path, help="drafts in the place of copies")
+    parser.add_argument("--head", type=Path, help="in the place of copies; its passes cost OWN_HEAD")
     parser.add_argument("--fixed", action="store_true", help="heads' drafts have fixed shapes")
     args = parser.parse_args()
     tables = [CPU, *macs()]

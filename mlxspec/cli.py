@@ -123,12 +123,18 @@ def train(
     tokens: Annotated[int, typer.Option(min=1000, help="How much to learn from.")] = 300_000,
     epochs: Annotated[int, typer.Option(min=1, max=20, help="How often to learn it.")] = 1,
     draft_vocab_size: Annotated[
-        int, typer.Option(min=256, help="How many different tokens a new head can draft.")
-    ] = 16_384,
+        int | None,
+        typer.Option(
+            min=256,
+            help="How many different tokens it can draft: 16,384, or as many as the head that is"
+            " there; another number makes a new head.",
+        ),
+    ] = None,
     url: Url = None,
     api_key: Key = None,
 ) -> None:
-    """Make a head for a model, which drafts its tokens from then on, from the model's own answers.
+    """Make a head for a model, which drafts its tokens from then on, from the model's own answers,
+    or go on with the one that it has.
 
     Nothing leaves this machine. While a running server has a request, it waits. Ctrl-C stops, and
     the same command goes on. Exits with 1 if the head is no better than what drafts now.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from mlxspec import blas, log
 from mlxspec.config import Config
-from mlxspec.files import format_size, lock
+from mlxspec.files import format_size, lock, read_json
 from mlxspec.progress import progress
 from mlxspec.service.status import get_status
-from mlxspec.types import OutOfMemory, Request, Sampling, UserError, line_of
+from mlxspec.types import Json, OutOfMemory, Request, Sampling, UserError, line_of
 
 blas.load()
 
@@ -23,17 +23,18 @@ from mlxspec.commands.bench import Task, prompt_of, run_group  # noqa: E402  aft
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import release_memory  # noqa: E402
-from mlxspec.model.hub import Resolved, cache_of, learned_head, storage_name  # noqa: E402
+from mlxspec.model.hub import cache_of, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
-from mlxspec.speculate.heads.files import HeadFiles, find_head  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
 from mlxspec.training.collect import PARALLEL, Prompt, collect  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
 from mlxspec.training.run import (  # noqa: E402
+    MADE,
     Training,
     drop_others,
     install,
+    known_head,
     load_taught,
     new_head,
     save_head,
@@ -53,7 +54,8 @@ from mlxspec.training.trainer import LENGTH, ROWS, Trainer, vocabulary_of, windo
 CONTEXT = 4 * LENGTH  # of a prompt and its answer
 WARM = 0.7  # temperature of every second answer
 ROWS_PER_TOKEN = 1.5  # with prompts and padding; of answers to our prompts it is 1.4
-KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something
+KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something: NOTES.md
+VOCABULARY = 16_384  # of a new head
 ASK_S = 1.0  # between two questions to the server
 MEASURED = 32  # held-out windows
 TRIED = 8  # tokens of each answer that is timed
@@ -63,12 +65,12 @@ COMPARED, COMPARED_TOKENS = 8, 96  # held-out prompts at the end, most tokens of
 @dataclass(frozen=True, slots=True)
 class Options:
     """What was asked for. `data`: a directory of texts; `tokens`: of all that is learned from;
-    `vocabulary`: how many tokens the head can draft."""
+    `vocabulary`: how many tokens the head can draft; None: as many as the one that is there."""
 
     data: str | None
     tokens: int
     epochs: int
-    vocabulary: int
+    vocabulary: int | None
 
 
 @dataclass(slots=True)
@@ -92,9 +94,8 @@ class Server:
 
 def train(config: Config, options: Options, server: Server) -> int:
     """Make a head and put it in its place. Returns the exit status. Raises UserError, OSError."""
-    model = resolve_model(
-        replace(config, speculate="off", context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0)
-    )
+    model = resolve_model(replace(config, context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0))
+    model = replace(model, config=replace(model.config, speculate="off"))
     cache, name = cache_of(config), storage_name(model.name, model.path)
     made = cache / "heads" / f"{name}.{time.time_ns()}"
     with lock(cache / "training" / f"{name}.lock", wait=False) as alone:
@@ -138,7 +139,9 @@ def _train(
     answers."""
     texts = pieces(Path(options.data)) if options.data else []
     learned, measured = _own_samples(model, options, texts)
-    trainer, files = _new_trainer(model, options, learned, 1)
+    trainer, _, before = _new_trainer(model, options, learned, 1)
+    size = len(trainer.target.drafted)
+    print(f"{'going on with the head that is there' if before else 'a new head'}, of {size} tokens")
     server.wait()
     seconds = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
     del trainer
@@ -151,8 +154,7 @@ def _train(
             (measured if prompt.held_out else learned).append(answers[prompt.key])
     if not learned or not measured:
         raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
-    begins_as = files.path.resolve().name
-    about = {"model": model.name, "begins_as": begins_as, **asdict(options)}
+    about = {"model": model.name, **asdict(options), "vocabulary": size, "begins_as": before}
     training = Training(
         windows(learned),
         windows(measured)[:MEASURED],
@@ -160,10 +162,10 @@ def _train(
         json.dumps(about),
         work / "state.safetensors",
     )
-    trainer, _ = _new_trainer(model, options, learned, len(training.plan))
+    trainer, config, _ = _new_trainer(model, options, learned, len(training.plan))
     print(f"training on {sum(map(len, learned))} tokens in {len(training.plan)} steps")
     kept = training.run(trainer, server.wait)
-    save_head(trainer, files.config, made, about | {"kept": kept})
+    save_head(trainer, config, made, about | {"kept": kept})
     return measured[:COMPARED]
 
 
@@ -205,19 +207,18 @@ def _prompt(tokenizer: Tokenizer, subject: str, text: str) -> Prompt:
 
 def _new_trainer(
     model: ResolvedModel, options: Options, learned: Sequence[Sample], steps: int
-) -> tuple[Trainer, HeadFiles]:
-    """The trainer of the head that was learned before, or of a new one, and where it begins. Says
-    what memory it takes before weights are read. Raises OutOfMemory, and UnsupportedModel where no
-    head can read the model."""
+) -> tuple[Trainer, Json, Json]:
+    """The trainer of the head that was learned before, or of a new one; its config.json; and of the
+    former its training.json. Says what memory it takes before weights are read. Raises OutOfMemory,
+    and UnsupportedModel where no head can read the model."""
     release_memory()  # of an engine before it
     module, config = load(model.path)
     target = Target(module, model.name, config)
-    place = learned_head(Resolved(model.path, model.name), cache_of(model.config))
-    files = find_head(place or model.path)
+    files = model.draft and known_head(target, model.draft.path, options.vocabulary)
     rate = KNOWN_RATE
-    if files.kind != "eagle3":
-        files = new_head(target, vocabulary_of(learned, options.vocabulary, target.vocab))
-        rate = 1.0
+    if not files:
+        size = options.vocabulary or VOCABULARY
+        files, rate = new_head(target, vocabulary_of(learned, size, target.vocab)), 1.0
     trainer = Trainer(load_taught(target, files), target, steps, rate)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
@@ -228,7 +229,7 @@ def _new_trainer(
             need=need,
         )
     load_weights(module)
-    return trainer, files
+    return trainer, files.config, read_json(files.path / MADE)
 
 
 def _seconds_per_row(trainer: Trainer) -> float:

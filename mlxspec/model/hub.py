@@ -203,11 +203,13 @@ def _found(path: Path, name: str, draft: bool) -> Resolved:
     if files.isdisjoint(TOKENIZERS) and not draft:
         missing.append("tokenizer.json or tokenizer.model")
     if missing:
+        other = "make one of another format with `mlx_lm.convert`"
+        if draft:
+            other += ", of a head's .pt file as docs/models.md says"
         names = ", ".join(name[:99] for name in missing[:5])
         raise UnsupportedModel(
             f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}); complete its"
-            " download, or make one of another format with `mlx_lm.convert`; docs/models.md has how"
-            " to convert a head's .pt file"
+            f" download, or {other}"
         )
     return Resolved(path, name)
 

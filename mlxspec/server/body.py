@@ -69,7 +69,8 @@ Body = TypeVar("Body", bound=Strict)
 
 
 def report_ignored(app: ASGIApp) -> ASGIApp:
-    """`app`, whose responses have a header that lists what `receive` ignored, percent-encoded."""
+    """`app`, whose responses have a header that lists what `receive` ignored, percent-encoded; but
+    for a 500, which is made outside."""
 
     async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
         async def reply(message: Message) -> None:

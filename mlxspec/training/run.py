@@ -6,6 +6,7 @@ Rule: the head that is in use is replaced only by a whole one.
 
 import glob
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +18,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxspec import log
-from mlxspec.files import write_atomic
+from mlxspec.files import read_json, write_atomic
 from mlxspec.progress import progress
+from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.eagle import load_eagle
-from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.files import HeadFiles, find_head
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.training.eagle import eagle_config, eagle_tensors
 from mlxspec.training.samples import Sample
@@ -28,6 +30,7 @@ from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer, batches
 from mlxspec.types import Json, line_of
 
+MADE = "training.json"  # beside a head: of what it was made
 SAVE_S = 60.0  # between two saves of the state, at least
 SAVE_PART = 50  # of the time, at most, goes into saving
 MEASURES = 8  # on held-out samples while it trains
@@ -40,7 +43,17 @@ def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
     tensors = eagle_tensors(target, config)
     tensors["lm_head.weight"] = target.lm_head_rows(ids)
     tensors["d2t"] = ids - mx.arange(len(ids))
-    return HeadFiles(Path("new"), config, tensors=tensors)
+    return HeadFiles(Path(os.devnull), config, tensors=tensors)
+
+
+def known_head(target: Target, path: Path, size: int | None) -> HeadFiles | None:
+    """The head in a directory that training made, if it drafts `size` different tokens; None: any
+    number. Of one that cannot be used the log says why."""
+    if size not in (None, read_json(path / MADE).get("vocabulary")):
+        return None
+    files = find_head(path)
+    head = load_head(files, target.model) if (path / MADE).exists() else None
+    return files if head and head.name == "eagle3" and read_weights(head) else None
 
 
 def load_taught(target: Target, files: HeadFiles) -> HeadModel:
@@ -119,7 +132,7 @@ class Training:
                 return
         except (RuntimeError, ValueError) as error:
             log.warning("the saved training cannot be read: %s", line_of(error))
-        print("starting again: the options, or what there is to learn from, have changed")
+        print("starting again: the options, what there is to learn from, or the head have changed")
 
 
 def write_tensors(path: Path, tensors: dict[str, mx.array], about: dict[str, str]) -> None:
@@ -148,7 +161,7 @@ def save_head(
     tensors["d2t"] = (ids - mx.arange(len(ids))).astype(mx.int64)
     tensors["t2d"] = mx.zeros((trainer.target.vocab,), mx.int32).at[ids].add(1).astype(mx.bool_)
     write_tensors(place / "model.safetensors", tensors, {"format": "pt"})
-    for name, content in (("config.json", config), ("training.json", about)):
+    for name, content in (("config.json", config), (MADE, about)):
         write_atomic(place / name, json.dumps(content, indent=2).encode() + b"\n")
 
 

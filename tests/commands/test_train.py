@@ -23,7 +23,7 @@ from mlxspec.training.samples import Sample, SampleFile
 from mlxspec.types import UserError
 from tests.heads import kinds
 
-WORDS = ("--tokens", "1500", "--draft-vocab-size", "512")
+WORDS = ("--tokens", "1500")
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_a_trained_head_is_used_from_then_on(
 def test_a_head_that_was_learned_before_goes_on(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its own draft vocabulary; a damaged one is replaced by a new head."""
-    better(monkeypatch, *(1.0, 1.5) * 3)
+    """With its own draft vocabulary; one that cannot be used is replaced by a new head."""
+    better(monkeypatch, *(1.0, 1.5) * 4)
     config = Config(model=str(kinds.TARGET), cache_dir=str(cache))
 
     def made(*words: str) -> tuple[Path, dict, int]:
@@ -86,14 +86,19 @@ def test_a_head_that_was_learned_before_goes_on(
         about = json.loads((place / "training.json").read_bytes())
         return place, about, len(mx.load(str(place / "model.safetensors"))["d2t"])
 
-    first, about, size = made()
-    assert about["begins_as"] == "new"
-    second, about, same = made("--draft-vocab-size", "300")
-    assert about["begins_as"] == first.name != second.name and same == size != 300
-    assert "going on after step" not in capsys.readouterr().out
-    (second / "model.safetensors").write_bytes(b"damaged")
-    _, about, small = made("--draft-vocab-size", "300")
-    assert about["begins_as"] == "new" and small == 300
+    _, first, size = made("--draft-vocab-size", "300")
+    assert first["begins_as"] == {} and size == first["vocabulary"] == 300
+    assert "a new head, of 300 tokens" in capsys.readouterr().out
+    _, about, size = made()
+    assert about["begins_as"] == first and size == about["vocabulary"] == 300
+    said = capsys.readouterr().out
+    assert "going on with the head that is there, of 300 tokens" in said
+    assert "going on after step" not in said
+    place, about, size = made("--draft-vocab-size", "512")
+    assert about["begins_as"] == {} and size == 512
+    (place / "config.json").write_text("{}")
+    place, about, size = made("--draft-vocab-size", "512")
+    assert about["begins_as"] == {} and size == 512
 
 
 def test_the_head_of_a_real_comparison(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,13 @@ async def test_unknown_fields_are_reported_here_too(make: Callable[..., Server])
     assert answer.headers["x-mlxspec-ignored"] == "return_token_strs"
 
 
+async def test_a_refusal_names_the_unknown_fields_too(make: Callable[..., Server]) -> None:
+    answer = await make().post("/tokenize", {"colour": 1})
+    assert (answer.status, answer.headers["x-mlxspec-ignored"]) == (400, "colour")
+    answer = await make().post("/api/show", {"model": "missing", "colour": 1})
+    assert (answer.status, answer.headers["x-mlxspec-ignored"]) == (404, "colour")
+
+
 async def test_no_such_path_and_no_such_method(make: Callable[..., Server]) -> None:
     s = make()
     answer = await s.get("/v1/nothing")

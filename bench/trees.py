@@ -258,7 +258,9 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--answers", type=int, default=12, help="of each pair, at most")
     parser.add_argument("--model", type=Path, help="of the recordings, with --head")
-    parser.add_argument("--head", type=Path, help="in the place of copies; its passes cost OWN_HEAD")
+    parser.add_argument(
+        "--head", type=Path, help="in the place of copies; its passes cost OWN_HEAD"
+    )
     parser.add_argument("--fixed", action="store_true", help="heads' drafts have fixed shapes")
     args = parser.parse_args()
     tables = [CPU, *macs()]

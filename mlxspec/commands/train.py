@@ -140,6 +140,7 @@ def _train(
     texts = pieces(Path(options.data)) if options.data else []
     learned, measured = _own_samples(model, options, texts)
     trainer, _, before = _new_trainer(model, options, learned, 1)
+    before.pop("begins_as", None)  # one step back is enough
     size = len(trainer.target.drafted)
     print(f"{'going on with the head that is there' if before else 'a new head'}, of {size} tokens")
     server.wait()
@@ -215,10 +216,9 @@ def _new_trainer(
     module, config = load(model.path)
     target = Target(module, model.name, config)
     files = model.draft and known_head(target, model.draft.path, options.vocabulary)
-    rate = KNOWN_RATE
-    if not files:
-        size = options.vocabulary or VOCABULARY
-        files, rate = new_head(target, vocabulary_of(learned, size, target.vocab)), 1.0
+    rate = KNOWN_RATE if files else 1.0
+    size = options.vocabulary or VOCABULARY
+    files = files or new_head(target, vocabulary_of(learned, size, target.vocab))
     trainer = Trainer(load_taught(target, files), target, steps, rate)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
@@ -257,8 +257,8 @@ def _answers(
     engine, _ = model.load()
     left = max(0, wanted - sum(map(len, file.read().values())))
     server.wait()
-    times = left * _seconds_per_token(engine), training
-    minutes = [f"{seconds / 60:.0f} min" for seconds in times]
+    seconds = left * _seconds_per_token(engine), training
+    minutes = [f"{each / 60:.0f} min" for each in seconds]
     print(f"time: about {minutes[0]} to answer prompts and {minutes[1]} to train; Ctrl-C stops")
     with progress("Answering prompts") as report:
         stops = frozenset(model.tokenizer.eos_token_ids)

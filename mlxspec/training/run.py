@@ -49,10 +49,11 @@ def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
 def known_head(target: Target, path: Path, size: int | None) -> HeadFiles | None:
     """The head in a directory that training made, if it drafts `size` different tokens; None: any
     number. Of one that cannot be used the log says why."""
-    if size not in (None, read_json(path / MADE).get("vocabulary")):
+    about = read_json(path / MADE)
+    if not about or size not in (None, about.get("vocabulary")):
         return None
     files = find_head(path)
-    head = load_head(files, target.model) if (path / MADE).exists() else None
+    head = load_head(files, target.model)
     return files if head and head.name == "eagle3" and read_weights(head) else None
 
 

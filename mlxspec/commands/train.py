@@ -209,9 +209,10 @@ def _prompt(tokenizer: Tokenizer, subject: str, text: str) -> Prompt:
 def _new_trainer(
     model: ResolvedModel, options: Options, learned: Sequence[Sample], steps: int
 ) -> tuple[Trainer, Json, Json]:
-    """The trainer of the head that was learned before, or of a new one; its config.json; and of the
-    former its training.json. Says what memory it takes before weights are read. Raises OutOfMemory,
-    and UnsupportedModel where no head can read the model."""
+    """The trainer of the head that was trained before, or of a new one; the head's config.json; and
+    the training.json of an earlier head, else {}. Says what memory training takes before the
+    model's weights are read. Raises OutOfMemory, and UnsupportedModel where no head can read the
+    model."""
     release_memory()  # of an engine before it
     module, config = load(model.path)
     target = Target(module, model.name, config)

@@ -15,12 +15,13 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from mlxspec import log
+from mlxspec.cache.follower import DiskFollower
 from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.drafting import NONE
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
-from mlxspec.engine.models import ModelManager, ModelSlot, release_memory
+from mlxspec.engine.models import CLOSE_S, UNLOAD_S, ModelManager, ModelSlot, release_memory
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.model import meter
 from mlxspec.model.cards import head_of
@@ -49,11 +50,11 @@ class ResolvedModel:
 
     def load(self, reserved: int = 0, ranks: Ranks | None = None) -> tuple[Engine, ModelInfo]:
         """`reserved`: bytes that other models may still take. Several ranks have no kernels of our
-        own, as their results must be equal to the last bit, and no prefix cache on disk."""
+        own, as their results must be equal to the last bit."""
         config = self.config
         if ranks and ranks.group:
-            log.info("rank %d of %d: no kernels of our own, no disk", ranks.rank, ranks.size)
-            config = replace(config, kernels="off", cache_gb=0.0)
+            log.info("rank %d of %d: no kernels of our own", ranks.rank, ranks.size)
+            config = replace(config, kernels="off")
         draft = self.draft.path if self.draft else None
         return load_engine(self.path, self.name, config, draft, self.share, reserved, ranks)
 
@@ -182,10 +183,18 @@ def follow(config: Config, ranks: Ranks) -> None:
                 followers[name].step(message)
             case {"load": name}:
                 engine, _ = models[name].load(0, ranks)
-                followers[name] = Follower(engine.runner, ranks)
+                offloader = engine.offloader
+                disk = offloader and DiskFollower(offloader.disk, offloader.transfer)
+                followers[name] = Follower(engine.runner, ranks, disk)
             case {"unload": name}:
-                del followers[name]
+                followers.pop(name).close(UNLOAD_S)
                 release_memory()
+            case {"of": name}:
+                followers[name].apply(message["events"], message["read"])
+            case {"found": name}:
+                followers[name].found()
+    for each in followers.values():
+        each.close(CLOSE_S)
 
 
 def make_manager(

@@ -18,6 +18,7 @@ Pooling = Literal["", "last", "mean"]
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
 FINAL_NORM: Tap = -1
 NULL_BLOCK = 0  # padding points here; it is never allocated
+STATE = -1  # in place of a pool's number: the recurrent states
 UNLIMITED = 1 << 24  # tokens: no context is longer
 MAX_CHOICES = 8
 MAX_DEPTH = 32  # tokens drafted for one sequence

@@ -174,6 +174,40 @@ def test_two_ranks_answer_as_one(path: Path, tmp_path: Path) -> None:
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
 
 
+def test_prompts_on_disk(path: Path, tmp_path: Path) -> None:
+    """Each rank saves its part of a prompt and restores it after a restart; where one has lost its
+    part, all compute."""
+    prompt = "hello world " * 60
+
+    def ask(server: Served) -> tuple[str, int]:
+        told = server.complete(prompt=prompt, temperature=0)
+        return told["choices"][0]["text"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def one_start(lost: bool = False) -> tuple[str, int]:
+        with served(path, tmp_path, "--ranks", "2") as server:
+            if lost:  # the ranks have read their folders
+                last = max(folders(), key=lambda each: each.stat().st_ctime_ns)
+                for file in last.iterdir():
+                    file.unlink()
+            told = ask(server)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(END_S) == 0, server.said
+            assert "Traceback" not in server.said
+        return told
+
+    def folders() -> list[Path]:
+        return [each for each in (tmp_path / "prompts").iterdir() if each.is_dir()]
+
+    text, cached = one_start()
+    assert cached == 0 and len(folders()) == 2
+    again, cached = one_start()
+    assert again == text and cached > 100
+    again, cached = one_start(lost=True)
+    assert again == text and cached < 100
+    again, cached = one_start()  # the lost part was saved again
+    assert again == text and cached > 100
+
+
 @pytest.mark.parametrize("victim", ["other", pytest.param("first", marks=pytest.mark.slow)])
 def test_all_end_with_one(path: Path, tmp_path: Path, victim: str) -> None:
     kill_one(path, tmp_path, victim, 1.0)
@@ -220,6 +254,32 @@ def kill_one(path: Path, cache: Path, victim: str, after: float) -> None:
             assert "Traceback" not in server.said
         else:
             assert "rank 0 is gone" in server.said
+
+
+@pytest.mark.slow
+def test_two_models(path: Path, tmp_path: Path) -> None:
+    """Two models in turn and at once on two ranks, one of them unloaded and loaded again."""
+    second = save_tokenizer(tmp_path / "second")
+    save(second, "qwen3")
+    told: list[list[str]] = []
+    for ranks in ("1", "2"):
+        with served(path, tmp_path, "--ranks", ranks, f"other={second}") as server:
+
+            def ask(model: str, server: Served = server) -> str:
+                answer = server.complete(40, model=model, temperature=0.8)
+                return str(answer["choices"][0]["text"])
+
+            said = [ask(path.name), ask("other")]
+            with ThreadPoolExecutor(4) as pool:
+                said += pool.map(ask, [path.name, "other"] * 4)
+            server.post("/v1/models/unload", {"model": "other"})
+            said += [ask(path.name), ask("other")]
+            told.append(said)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(END_S) == 0, server.said
+            assert "Traceback" not in server.said
+    assert told[0] == told[1]
+    assert len(set(told[0])) == 2
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 from mlxspec import log
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import Hashes, KVCacheManager, PrefixMatch
-from mlxspec.types import NULL_BLOCK, Seq
+from mlxspec.types import NULL_BLOCK, STATE, Seq
 
 RUN_BLOCKS, RUN_BYTES = 16, 1 << 24  # of a file, at most; one block at least
 MIN_GAIN = 4  # blocks that a restore must add to what memory has
@@ -24,7 +24,6 @@ MAX_CHAINS = 64  # that wait to be saved; the oldest is dropped first
 MAX_BACKLOG = 64 << 20  # bytes queued for the disk, beyond which nothing more is exported
 POLL_S = 0.01
 BUSY_POLLS = 16  # of which one saves: an answer waits for the copy to the host
-STATE = -1  # in place of a pool's number: the recurrent states
 
 Location = tuple[int, int]  # pool or STATE, index in a chain of blocks
 Locations = dict[bytes, Location]  # by key on disk
@@ -63,6 +62,8 @@ class KVOffloader:
                 return restored
             return self._save_next() or restored
         except Exception:
+            if self.transfer.mirror:  # the other ranks would go on
+                raise
             log.exception("the prefix cache on disk failed; it is not used until the next start")
             self.broken = True
             self._saves.clear()
@@ -101,13 +102,14 @@ class KVOffloader:
             for start in range(group.first(position), len(hashes), size):
                 blocks = self._unsaved(number, hashes[start : start + size])
                 if blocks:
-                    exported = self.transfer.export(number, list(blocks.values()))
+                    exported = self.transfer.export(number, blocks)
                     yield True  # the device copies them meanwhile
                     arrays = self.transfer.host(exported)
                     self.disk.save(Run(tuple(blocks), arrays))
         states = self._unsaved(STATE, hashes)
         for name, state in states.items():
-            self.disk.save(Run((name,), self.transfer.host(state)))
+            exported = self.transfer.export(STATE, {name: state})
+            self.disk.save(Run((name,), self.transfer.host(exported)))
             yield True
         self.disk.touch(hashes)
 
@@ -190,8 +192,12 @@ class KVOffloader:
             if self._in_memory(number, hashes[i]) is None:
                 lacking[_disk_key(hashes[i], number)] = number, i
         self.disk.touch(lacking)
-        for file in self.disk.files(lacking):
+        files = self.disk.files(lacking)
+        mirror = self.transfer.mirror
+        for n, file in enumerate(files):
             read = self.disk.read(file)
+            if mirror:
+                mirror.read(bytes.fromhex(file.stem))
             until = time.monotonic() + MAX_WAIT_S
             try:
                 while not read.done():
@@ -201,6 +207,10 @@ class KVOffloader:
             finally:
                 read.cancel()
             run = read.result()
+            if run and mirror and not mirror.found(run.keys):
+                for each in files[n:]:  # to be saved again by all
+                    self.disk.discard(each)
+                return
             try:
                 if run is None or not self._enter(seq, hashes, lacking, run):
                     return

@@ -258,6 +258,8 @@ class Engine:
             for seq in self.scheduler.running:
                 self.offloader.save(seq)
             self.offloader.close(seconds)
+            if self.runner.mirror:
+                self.runner.mirror.flush()
 
     def reset(self) -> None:
         """Clear the prefix cache, the drafters' memory and the counters of an idle engine."""

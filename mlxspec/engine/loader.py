@@ -93,6 +93,8 @@ def load_engine(
     cache.save(file)
     if config.disk_bytes and layout.sharing:
         facts = versions() | drafting.facts | {"kept": kept}  # what K/V depend on, beside tokens
+        if ranks.size > 1:
+            facts["rank"] = f"{ranks.rank} of {ranks.size}"
         disk = DiskCache(prompts_of(config), fingerprint(path, facts), config.disk_bytes, name)
         offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
         engine.offloader = engine.scheduler.offloader = offloader

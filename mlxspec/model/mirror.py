@@ -5,7 +5,7 @@ the same block ids, and samples the same tokens, since noise is keyed by seed an
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary, finalize
 import mlx.core as mx
 
 from mlxspec.model.batch import Step
-from mlxspec.model.parallel import Ranks
+from mlxspec.model.parallel import TIMEOUT_S, Ranks
 from mlxspec.model.recurrent import own
 from mlxspec.model.runner import Runner
-from mlxspec.types import Draft, Entry, Json, Plan, Request, Sampling, Seq, Tap
+from mlxspec.types import STATE, Draft, Entry, Json, Plan, Request, Sampling, Seq, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
 GOES_ON, FRESH = 0, -1  # where a sequence's recurrent state comes from, else a snapshot's number
@@ -66,15 +66,20 @@ class Mirror:
             "highest": highest,
             "taps": taps,
             "copies": self.copies,
-            "events": self._events[:],
+            "events": self._take_events(),
         }
-        del self._events[: len(message["events"])]  # others may be dropped while this is sent
         self.ranks.send(message)
         self.copies = []
         self._steps.append(plan)
         for e in plan:
             if isinstance(e.draft.tokens, mx.array):
                 self.ranks.share(e.draft.tokens)
+
+    def _take_events(self) -> list[Sequence[Any]]:
+        """What happened since the last message; more may be dropped while this one is sent."""
+        events = self._events[:]
+        del self._events[: len(events)]
+        return events
 
     def _entry(self, e: Entry) -> Told:
         seq, new = e.seq, None
@@ -99,16 +104,20 @@ class Mirror:
             state,
             (e.start, e.count, e.samples, e.depth, e.pending, e.inflight_drafts),
             len(draft) if isinstance(draft, mx.array) else [*draft],
-            [mask.hex() for mask in e.masks],
+            _in_hex(e.masks),
         )
 
     def keep(self, state: Any) -> Snapshot:
         """A copy of an entry's recurrent state for the prefix cache, kept by all ranks."""
-        kept = Snapshot(own(state))
-        kept.number = next(self._numbers)
+        kept = self._snapshot(own(state))
         self._note("keep", kept.number, lambda e: e.state is state)
-        finalize(kept, self._events.append, ("drop", kept.number))
         return kept
+
+    def _snapshot(self, arrays: Sequence[mx.array]) -> Snapshot:
+        made = Snapshot(arrays)
+        made.number = next(self._numbers)
+        finalize(made, self._events.append, ("drop", made.number))
+        return made
 
     def cut(self, entry: Entry, rows: int) -> None:
         """An entry's state is brought to that after its first `rows` rows."""
@@ -121,13 +130,50 @@ class Mirror:
                 if is_entry(e):
                     self._events.append((event, number, n, i))
 
+    # ---- the prefix cache on disk: each rank's has its own part of the same blocks
+
+    def save(self, group: int, contents: Mapping[bytes, Any]) -> None:
+        """All ranks save these blocks, or the snapshot, by key on disk."""
+        numbers = [getattr(each, "number", each) for each in contents.values()]
+        self._events.append(("save", _in_hex(contents), group, numbers))
+
+    def read(self, key: bytes) -> None:
+        """All ranks read their run with this last key."""
+        self.flush(key.hex())
+
+    def found(self, keys: Sequence[bytes]) -> bool:
+        """Whether all ranks have read a run with these keys. Waits for them."""
+        self.ranks.send({"found": self.model})
+        found = self.ranks.gather(_in_hex(keys), TIMEOUT_S)
+        return all(each == found[0] for each in found)
+
+    def place(self, group: int, blocks: Sequence[int], which: Sequence[int]) -> None:
+        """All ranks enter blocks number `which` of the run that was read."""
+        self._events.append(("place", blocks, group, which))
+
+    def place_state(self, state: Sequence[mx.array]) -> Snapshot:
+        """All ranks keep the recurrent state that was read."""
+        placed = self._snapshot(state)
+        self._events.append(("place_state", placed.number))
+        return placed
+
+    def flush(self, read: str = "") -> None:
+        """Tell what happened now instead of with the next plan, and which run to read."""
+        self.ranks.send({"events": self._take_events(), "of": self.model, "read": read})
+
+
+def _in_hex(keys: Iterable[bytes]) -> list[str]:
+    return [key.hex() for key in keys]
+
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """Another rank's part: a runner that does what rank 0's does."""
+    """Another rank's part: a runner that does what rank 0's does. `disk` is its prefix cache on
+    disk, a cache.follower.DiskFollower."""
 
     runner: Runner
     ranks: Ranks
+    disk: Any = None
     _highest: list[int] = field(default_factory=list)
     _held: dict[int, Any] = field(default_factory=dict)  # sequences and snapshots by number
     _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS))
@@ -137,17 +183,8 @@ class Follower:
 
     def step(self, message: Json) -> None:
         """Run one plan; its samples stay on the device."""
-        for event, number, *at in message["events"]:
-            if event == "drop":
-                del self._held[number]
-                continue
-            made = self._steps[at[0]]
-            e = made.plan[at[1]]
-            if event == "keep":
-                self._held[number] = own(e.state)
-            else:
-                self.runner.states.cut(made.recordings, e, number)
         self._highest = message["highest"]
+        self.apply(message["events"])
         if list(self.runner.view.taps) != message["taps"]:
             # Else a step without samples would compute less than rank 0's.
             self.runner.tap(message["taps"])
@@ -160,6 +197,46 @@ class Follower:
         for e in plan:
             e.state = e.seq.state
         self._steps.append(step)
+
+    def found(self) -> None:
+        """Tell which run was read."""
+        self.ranks.gather(_in_hex(self.disk.keys()), TIMEOUT_S)
+
+    def close(self, seconds: float) -> None:
+        if self.disk:
+            self.disk.close(seconds)
+
+    def apply(self, events: Sequence[Sequence[Any]], read: str = "") -> None:
+        """Do what rank 0 did between two plans, then start to read a run from disk, if any."""
+        for event, what, *more in events:
+            match event:
+                case "drop":
+                    del self._held[what]
+                case "save":
+                    self._save(what, *more)
+                case "place":
+                    self.disk.place(what, *more)
+                case "place_state":
+                    self._held[what] = self.disk.state()
+                case _:
+                    self._change_state(event, what, *more)
+        if read:
+            self.disk.read(bytes.fromhex(read))
+
+    def _save(self, keys: Sequence[str], group: int, numbers: Sequence[int]) -> None:
+        contents: Sequence[Any] = numbers
+        if group == STATE:
+            contents = [self._held[number] for number in numbers]
+        self.disk.save(group, dict(zip(map(bytes.fromhex, keys), contents, strict=True)))
+
+    def _change_state(self, event: str, number: int, step: int, index: int) -> None:
+        """Keep or cut the recurrent state of an entry of the last steps."""
+        made = self._steps[step]
+        e = made.plan[index]
+        if event == "keep":
+            self._held[number] = own(e.state)
+        else:
+            self.runner.states.cut(made.recordings, e, number)
 
     def _entry(self, told: Told) -> Entry:
         if told.new:

@@ -80,12 +80,13 @@ class Ranks:
 
     # ---- all ranks ---------------------------------------------------------------------------
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, JSON of at most 4 * WORDS bytes, by rank."""
+    def gather(self, value: Any, seconds: float = LOAD_S) -> list[Any]:
+        """Every rank's value, JSON of at most 4 * WORDS bytes, by rank; the next message follows in
+        so many seconds."""
         if not self.group:
             return [value]
         found = _decode(self._post(json.dumps(value).encode()))
-        self._expect({}, LOAD_S)
+        self._expect({}, seconds)
         return found
 
     def same(self, facts: str, what: str) -> None:

@@ -4,13 +4,15 @@ Rule: the same bits come back. The fingerprint of a file names the model and all
 shapes and dtypes depend on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.model.runner import Runner, pools_of
+from mlxspec.types import STATE
 
 Arrays = dict[str, np.ndarray]
 
@@ -26,6 +28,11 @@ class Transfer:
         self._count = len(self._pools(0))
 
     @property
+    def mirror(self) -> Any:
+        """Of rank 0, if there are several."""
+        return self.runner.mirror
+
+    @property
     def complete(self) -> bool:
         """Whether blocks hold all that they did at first: not after a head has failed."""
         return len(self._pools(0)) >= self._count
@@ -33,11 +40,15 @@ class Transfer:
     def export(
         self,
         group: int,
-        blocks: Sequence[int],
-    ) -> list[mx.array]:
-        """Start copying the K and V of these blocks: [heads, len(blocks) * block_size, D] for each
-        of the group's layers."""
-        copies = self.runner.read_blocks(group, blocks)
+        contents: Mapping[bytes, Any],
+    ) -> Sequence[mx.array]:
+        """Start copying the K and V of blocks, by key on disk: [heads, blocks * block_size, D] for
+        each of the group's layers. Of the group STATE it is one recurrent state."""
+        if self.mirror:
+            self.mirror.save(group, contents)
+        if group == STATE:
+            return next(iter(contents.values()))
+        copies = self.runner.read_blocks(group, list(contents.values()))
         mx.async_eval(copies)
         return copies
 
@@ -63,12 +74,15 @@ class Transfer:
             for i, pool in enumerate(self._pools(group))
         ]
         self.runner.write_blocks(group, blocks, rows)
+        if self.mirror:
+            self.mirror.place(group, blocks, which)
         mx.async_eval(self._pools(group))
 
-    def place_state(self, arrays: Arrays) -> tuple[mx.array, ...]:
+    def place_state(self, arrays: Arrays) -> list[mx.array]:
         """A recurrent state. Raises KeyError if an array is missing."""
         dtypes = enumerate(self.runner.states.dtypes)
-        return tuple(mx.array(arrays[str(i)]).view(dtype) for i, dtype in dtypes)
+        state = [mx.array(arrays[str(i)]).view(dtype) for i, dtype in dtypes]
+        return self.mirror.place_state(state) if self.mirror else state
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block in all layers of the group."""

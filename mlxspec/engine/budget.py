@@ -2,11 +2,13 @@
 running answers only what fits into `gap` seconds, where that is not far too slow.
 
 Rule: rows follow from what steps took, by their rows and their context. READ and GROWTH alone are
-assumed of the machine.
+assumed of the machine. The first long prompts are read in steps of ever more rows, which shows what
+each number costs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,28 +29,51 @@ LEAST = 1e-3  # seconds of a step
 # Times as long takes a step with twice the rows: less than 2, so that it is tried; more is noise.
 GROWTH, STEEPEST = 1.87, 2.2
 DOUBT = 10.0  # times as sure is what rows cost as what attention does
+SLOW = 0.7  # seconds of a step, behind which no more rows are tried for their own sake
+BEGINNING = 3  # times the rows to try are the most tokens before them: more hide what rows cost
+
+Took = list[tuple[float, float]]  # seconds
 
 
 @dataclass(slots=True)
 class PrefillBudget:
     """`rows` is what a step still takes of a prompt. A step takes `factor` times the `seconds` that
     were measured for its rows, those of GRID, and `attention` for each row and token before it;
-    `learn` corrects both by what steps took. `fixed` rows, if not 0, override the clock."""
+    `learn` corrects both by what steps took. `fixed` rows, if not 0, override the clock.
+
+    `measured` is what the first two steps of a prompt took with each of the first rows of GRID;
+    `keep` gets it whenever it grows. `largest` are the most rows that a step had."""
 
     gap: float = 0.25  # seconds
     fixed: int = 0
-    seconds: tuple[float, ...] = tuple(GRID / 500)  # until they are measured
-    attention: float = 4e-7
+    measured: Took = field(default_factory=list)
+    keep: Callable[[Took], object] = lambda measured: None
+    seconds: tuple[float, ...] = ()
+    attention: float = 0.0
     factor: float = 1.0
+    largest: int = 0
+    # Of the first of two steps that are measured: the tokens before it, its seconds.
+    _first: tuple[int, float] = (-1, 0.0)
 
-    def rows(self, plan: Plan, context: int, decoding: bool) -> int:
-        """How many rows of a prompt, of which `context` tokens are computed, a step may have beside
-        its `plan`; `decoding`: a running answer waits for it."""
+    def __post_init__(self) -> None:
+        if self.measured:
+            self.largest = int(GRID[len(self.measured) - 1])
+        if not self.seconds:
+            self.seconds, self.attention = prefill_costs(self.measured)
+
+    def rows(self, plan: Plan, context: int, decoding: bool, left: int = 0) -> int:
+        """How many rows of a prompt, of which `context` tokens are computed and `left` are not, a
+        step may have beside its `plan`: at most twice as many as any step had. `decoding`: a
+        running answer waits for it."""
         prompt = _prompt_rows(plan)
         if self.fixed:
             return max(0, self.fixed - prompt)
+        size = self._to_try()
+        if size <= left and context <= BEGINNING * size and not (plan or decoding):
+            return size
         rows, pairs = _work(plan)
-        more = np.maximum(0, CHOICES - prompt)
+        choices = CHOICES[max(MIN_ROWS, 2 * self.largest) >= CHOICES]
+        more = np.maximum(0, choices - prompt)
         seconds = self._cost(rows + more, pairs + (more + READ) * context)
         took = seconds + self.attention / 2 * more**2
         longer = np.append(took[1:], np.inf)  # with the next larger choice
@@ -63,8 +88,11 @@ class PrefillBudget:
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """A step took `seconds`, 0: unknown."""
-        if seconds <= 0 or self.fixed or not _prompt_rows(plan):
+        prompt = _prompt_rows(plan)
+        if seconds <= 0 or self.fixed or not prompt:
             return
+        self.largest = max(self.largest, prompt)
+        self._measure(plan, seconds)
         rows, pairs = _work(plan)
         expected = self._cost(rows, pairs)
         own = self._cost(rows, 0) / expected  # the part that is not attention
@@ -73,6 +101,31 @@ class PrefillBudget:
         ratio = seconds / expected
         self.factor *= ratio ** (gain * own)
         self.attention *= ratio ** (gain * rest)
+
+    def _to_try(self) -> int:
+        """The rows of GRID whose cost is to be measured next; too many for any prompt: none."""
+        known = len(self.measured)
+        if known == len(GRID) or (known and min(self.measured[-1]) > SLOW):
+            return sys.maxsize
+        return int(GRID[known])
+
+    def _measure(self, plan: Plan, seconds: float) -> None:
+        """Note the times of a step with the rows to try and of another one behind it. What that
+        would take is computed if there is none, because the prompt is too short."""
+        size = self._to_try()
+        (start, before), self._first = self._first, (-1, 0.0)
+        tried = len(plan) == 1 and plan[0].rows == size
+        second = tried and plan[0].start == start + size
+        if start < 0:
+            if tried:
+                self._first = plan[0].start, seconds
+            return
+        more = seconds - before if second else self.attention * (size + READ) * size
+        began = max(LEAST, before - max(0.0, more) * start / size)
+        self.measured = [*self.measured, (began, began + more)]
+        self.seconds, self.attention = prefill_costs(self.measured)
+        self.factor = 1.0
+        self.keep(self.measured)
 
     def _cost(self, rows: Any, pairs: Any) -> Any:
         """Seconds of a step, or of several in arrays."""

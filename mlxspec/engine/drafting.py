@@ -23,7 +23,7 @@ from mlxspec.model.quantized import linear_cases
 from mlxspec.model.runner import Runner
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
-from mlxspec.speculate.calibrate import MEASURED, calibrate, time_step
+from mlxspec.speculate.calibrate import MORE, calibrate, contexts_in, time_step
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
@@ -134,12 +134,18 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     if not engine.scheduler.can_draft:
         log.warning("no speculation: this model cannot roll back a rejected draft")
         return
-    blocks = min(len(pool.free_blocks), -(-MEASURED // pool.block_size))
-    table = pool.allocate(blocks) or []
+    free = len(pool.free_blocks)
+    contexts = contexts_in(free * pool.block_size)
     kernels = kernels_in_use()
-    known = cache.costs if cache.kernels == kernels else None
-    with progress("Measuring steps") as report:
-        costs = calibrate(engine.runner, table, known, report)
+    costs = cache.costs if cache.kernels == kernels else None
+    if costs and costs.contexts != contexts:
+        costs = None
+    # Blocks that are used once take memory for good.
+    tokens = (contexts[0] if costs else contexts[1]) + MORE
+    table = pool.allocate(min(free, -(-tokens // pool.block_size))) or []
+    if not costs and contexts[1] > 0:
+        with progress("Measuring steps") as report:
+            costs = calibrate(engine.runner, table, contexts, report)
     cache.costs = costs
     cache.kernels = kernels
     if costs:

@@ -16,7 +16,7 @@ from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
-from mlxspec.engine.budget import GRID, MAX_ROWS, PrefillBudget, prefill_costs
+from mlxspec.engine.budget import PrefillBudget, Took
 from mlxspec.engine.drafting import add_drafters, load_drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
@@ -41,7 +41,6 @@ from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
-SLOW = 0.7  # seconds of a step
 
 
 def load_engine(
@@ -87,7 +86,7 @@ def load_engine(
     mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
     engine = _build(model, layout, plan, context, config, mirror)
     if not ranks.rank:  # the others only follow
-        _warm_up(engine, config, cache)
+        _warm_up(engine, config, cache, file)
     if config.speculate == "on":
         add_drafters(engine, cache, drafting, config)
     cache.save(file)
@@ -182,9 +181,10 @@ def _build(
     return Engine(runner, scheduler, vocab=layout.vocab)
 
 
-def _warm_up(engine: Engine, config: Config, cache: WarmupCache) -> None:
+def _warm_up(engine: Engine, config: Config, cache: WarmupCache, file: Path) -> None:
     """Run two requests through the real pools, which compiles what is compiled lazily. The prefill
-    budget is made afterwards, so that it learns nothing from compiling."""
+    budget is made afterwards, so that it learns nothing from compiling, and keeps in `file` what it
+    learns from prompts."""
     limit = engine.scheduler.limit
     if limit < 2:
         raise UnsupportedModel(
@@ -195,46 +195,11 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache) -> None:
     while engine.busy:
         engine.step()
     engine.reset()
-    size = min(limit, 2 * MAX_ROWS + 2) - 1
-    # An earlier start with a shorter context tried fewer rows.
-    if size > cache.prefill_size and not config.prefill_budget:
-        cache.prefill_seconds, cache.attention = prefill_costs(_prefill_steps(engine, size))
-        cache.prefill_size = size
+
+    def keep(measured: Took) -> None:
+        cache.prefill = measured
+        cache.save(file)
+
     engine.scheduler.prefill_budget = PrefillBudget(
-        config.decode_gap_ms / 1000,
-        config.prefill_budget,
-        cache.prefill_seconds,
-        cache.attention,
+        config.decode_gap_ms / 1000, config.prefill_budget, cache.prefill, keep
     )
-
-
-def _prefill_steps(engine: Engine, size: int) -> list[list[float]]:
-    """Seconds of two steps for each size of GRID that read the beginning of a prompt of `size`
-    tokens. Behind one that is SLOW no larger one is tried."""
-    prompt = Request("warm-up", tuple(i % engine.vocab for i in range(size)), 1)
-    took: list[list[float]] = []
-    with progress("Measuring prompts") as report:
-        for rows in GRID[2 * GRID < size].tolist():
-            report(len(took), len(GRID))
-            seconds = _two_steps(engine, prompt, rows)
-            if not seconds:
-                break
-            took.append(seconds)
-            if min(seconds) > SLOW:
-                break
-    return took
-
-
-def _two_steps(engine: Engine, prompt: Request, rows: int) -> list[float]:
-    """Seconds of the first two steps of a prompt, with so many rows each; none where the model
-    reads fewer at once."""
-    engine.scheduler.prefill_budget.fixed = rows
-    engine.add(prompt)
-    seconds = []
-    for _ in range(2):
-        engine.step()
-        seconds.append(engine.step_seconds)
-    read = engine.scheduler.running[0].computed
-    engine.abort(prompt.id)
-    engine.reset()
-    return seconds if read == 2 * rows else []

@@ -120,7 +120,8 @@ class Scheduler:
         prefills = [s for s in ready if s.remaining > 1]
         prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
         for seq in prefills:
-            n = min(seq.remaining, self.prefill_budget.rows(plan, seq.computed, decoding))
+            left = seq.remaining
+            n = min(left, self.prefill_budget.rows(plan, seq.computed, decoding, left))
             n = self.kv.limit_rows(seq, n)
             if n > 0 and self._add_entry(plan, seq, n):
                 seq.deferred = 0

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from mlxspec import __version__, log
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
+from mlxspec.engine.budget import Took
 from mlxspec.files import write_atomic
 from mlxspec.kernels.verify import KERNELS, machine
 from mlxspec.model.hub import cache_of
@@ -23,14 +24,12 @@ from mlxspec.types import Tap
 
 class WarmupCache(BaseModel):
     """The measurements of one model; `costs` were measured with `kernels` in use,
-    `prefill_seconds` and `attention` are the PrefillBudget's, `taps` are the hidden states that
+    `prefill` is what a PrefillBudget measured, `taps` are the hidden states that
     MTP heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None
-    prefill_seconds: tuple[float, ...] = ()
-    attention: float = 0.0
-    prefill_size: int = 0  # tokens of the prompt that was read to measure these
+    prefill: Took = []
     kernels: str = ""
     taps: dict[str, Tap] = {}
 

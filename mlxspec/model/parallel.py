@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -143,11 +144,12 @@ class Ranks:
         self._expect(message)
 
     def end(self) -> None:
-        """Let the others end."""
+        """Let the others end, unless they have failed as well."""
         self.children = ()  # which are expected to end
         if self.group:
-            self.send({"end": True})
-            mx.synchronize(mx.default_stream(mx.cpu))
+            with suppress(RuntimeError):  # of MLX, where a connection is lost
+                self.send({"end": True})
+                mx.synchronize(mx.default_stream(mx.cpu))
 
     # ---- the others --------------------------------------------------------------------------
 

@@ -15,28 +15,30 @@ from mlxspec.progress import Report
 from mlxspec.speculate.controller import GRID, Costs
 from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Seq
 
-SECONDS = 1.7
+SECONDS = 1.0
 TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
-MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks of a measurement should hold
+LONG_ROWS = (1, 8, 32)  # measured with the long one: what it adds grows evenly in between
+MORE = GRID[-1] + 1  # tokens behind a context that a measurement needs room for
+MEASURED = CONTEXTS[1] + MORE
+
+
+def contexts_in(capacity: int) -> tuple[int, int]:
+    """The contexts to measure in blocks for so many tokens; the second is below 1 if they are too
+    few."""
+    short, long = CONTEXTS
+    long = min(long, capacity - MORE)
+    return min(short, long), long
 
 
 def calibrate(
     runner: Runner,
     table: list[int],
-    known: Costs | None = None,
+    contexts: tuple[int, int],
     report: Report = lambda done, total: None,
-) -> Costs | None:
-    """The cost of a step of one sequence with 1 to 32 rows; None if `table`, unused blocks, is too
-    small. `known` is an earlier measurement, valid for equal contexts."""
-    capacity = len(table) * runner.view.block_size
-    short, long = CONTEXTS
-    long = min(long, capacity - GRID[-1] - 1)
-    if long < 1:
-        return None
-    contexts = min(short, long), long
-    if known and known.contexts == contexts:
-        return known
+) -> Costs:
+    """The cost of a step of one sequence with 1 to 32 rows after so many tokens; `table` are unused
+    blocks."""
     times = _measure(runner, table, contexts, report)
     # More rows and more context are never cheaper: what says so is noise.
     for axis in range(2):
@@ -66,8 +68,12 @@ def _measure(
         if turn >= least and time.perf_counter() > until:
             break
         for i, context in enumerate(contexts):
-            seconds = time_step(runner, table, context, GRID[j])
-            best[i, j] = min(best[i, j], seconds)
+            if i == 0 or GRID[j] in LONG_ROWS:
+                seconds = time_step(runner, table, context, GRID[j])
+                best[i, j] = min(best[i, j], seconds)
+    low, high = best
+    known = np.isfinite(high)
+    best[1] = low + np.interp(GRID, np.array(GRID)[known], (high - low)[known])
     return best
 
 

@@ -20,11 +20,11 @@ from mlxspec.engine.budget import (
     MAX_ROWS,
     MIN_ROWS,
     READ,
+    SLOW,
     STEEPEST,
     PrefillBudget,
     prefill_costs,
 )
-from mlxspec.engine.loader import SLOW
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.types import Entry, Plan, Request, Seq
 
@@ -125,13 +125,56 @@ def best(cost: Cost, prompt: int) -> float:
 
 
 def known(cost: Cost) -> PrefillBudget:
-    """As after a first start, which measured the first two steps of prompts."""
-    took: list[list[float]] = []
+    """As after a long prompt, which showed what its first two steps take with each size."""
+    took: list[tuple[float, float]] = []
     for n in map(int, GRID):
         if not took or took[-1][0] <= SLOW:
-            took.append([cost(n, 0), cost(n, pairs_of(n, n))])
-    seconds, attention = prefill_costs(took)
-    return PrefillBudget(GAP, seconds=seconds, attention=attention)
+            took.append((cost(n, 0), cost(n, pairs_of(n, n))))
+    return PrefillBudget(GAP, measured=took)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_first_prompt_shows_what_rows_cost(name: str) -> None:
+    """And is read nearly as fast as a later one, in steps that are no longer."""
+    cost = MACHINES[name]
+    kept: list[int] = []
+    sim = Simulated(cost, PrefillBudget(GAP, keep=lambda measured: kept.append(len(measured))))
+    took = sim.read("first", 16_000)
+    assert best(cost, 16_000) / took >= 0.75
+    assert max(sim.steps) <= 1.25 * LONGEST
+    expected = known(cost)
+    assert kept == list(range(1, len(expected.measured) + 1))
+    assert sim.budget.seconds == pytest.approx(expected.seconds, rel=0.1)
+    assert best(cost, 16_000) / sim.read("second", 16_000) >= 0.93
+    sim.budget = sim.s.prefill_budget = PrefillBudget(GAP, measured=sim.budget.measured)
+    assert best(cost, 16_000) / sim.read("third", 16_000) >= 0.93
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("prompt", [20, 100, 700])
+def test_short_prompts_are_soon_read_at_once(name: str, prompt: int) -> None:
+    cost = MACHINES[name]
+    sim = Simulated(cost, PrefillBudget(GAP))
+    for n in range(10):
+        sim.read(f"r{n}", prompt)
+    sim.steps.clear()
+    assert best(cost, prompt) / sim.read("last", prompt) >= 0.9
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_first_prompt_beside_an_answer(name: str) -> None:
+    """Nothing is known of the machine: a step is at most about twice as long as one before it, and
+    soon as long as agreed."""
+    cost = MACHINES[name]
+    sim = Simulated(cost, PrefillBudget(GAP))
+    sim.add("answer", 5, 100_000)
+    sim.step()
+    sim.steps.clear()
+    took = sim.read("long", 6000)
+    least = cost(MIN_ROWS + 1, pairs_of(MIN_ROWS, 6000))
+    slowest = in_chunks(cost, 6000, MIN_ROWS)
+    assert max(sim.steps) <= max(2.3 * GAP, 1.1 * least) or took <= best(cost, 6000) / 0.5
+    assert took <= max(2 * best(cost, 6000), slowest)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -294,9 +337,9 @@ def test_whatever_steps_take_there_are_rows() -> None:
     ("took", "rate"),
     [
         ([], 1 / GROWTH),
-        ([[0.5, 0.6]], 1 / GROWTH),  # one size: larger ones are worth a try
-        ([[0.02, 0.021], [0.05, 0.052]], 1 / STEEPEST),  # so steep is noise
-        ([[0.9, 0.02], [0.03, 0.03]], 1 / GROWTH),  # a first step that compiled
+        ([(0.5, 0.6)], 1 / GROWTH),  # one size: larger ones are worth a try
+        ([(0.02, 0.021), (0.05, 0.052)], 1 / STEEPEST),  # so steep is noise
+        ([(0.9, 0.02), (0.03, 0.03)], 1 / GROWTH),  # a first step that compiled
     ],
 )
 def test_what_was_not_measured_grows_within_bounds(took: list[list[float]], rate: float) -> None:

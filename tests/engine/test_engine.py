@@ -65,7 +65,10 @@ def test_a_stop_found_late_costs_one_row(qwen3) -> None:
 def steady(monkeypatch: pytest.MonkeyPatch) -> PrefillBudget:
     """A budget of 16 rows beside decodes and of 40 alone, which learns nothing."""
     monkeypatch.setattr(PrefillBudget, "learn", lambda *_: None)
-    return PrefillBudget(seconds=tuple(0.0129 * (GRID + 0.4)), attention=0.0)
+    budget = PrefillBudget(measured=[(1.0, 1.0)])  # so slow that no size is tried
+    budget.seconds, budget.attention = tuple(0.0129 * (GRID + 0.4)), 0.0
+    budget.largest = 2048
+    return budget
 
 
 def test_who_comes_during_a_long_prompt_is_in_the_next_step(
@@ -304,10 +307,10 @@ def test_steps_teach_the_pace(qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = e.scheduler.prefill_budget
     e.add(tiny.request("a", [1], 30))
     tiny.run(e)
-    assert budget.factor == 1
+    assert budget == PrefillBudget()
     e.add(tiny.request("b", range(200), 3))
     tiny.run(e)
-    assert budget.factor > 1
+    assert budget.measured[0] == (20.0, 20.0) and budget.factor != 1
 
 
 def test_the_drafter_is_told_of_an_abort_at_once(qwen3) -> None:

@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from mlxspec.cache.prefix import KVCacheManager
 from mlxspec.config import Config
 from mlxspec.engine import loader, memory
-from mlxspec.engine.budget import prefill_costs
 from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
@@ -46,32 +44,30 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("cut", "sizes"), [(512, 5), (64, 4)])
-def test_two_steps_are_measured_of_each_size_that_the_model_reads_at_once(
-    cut: int, sizes: int, path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cut", "sizes"), [(512, 6), (64, 4)])
+def test_the_first_prompt_shows_what_rows_cost(
+    cut: int, sizes: int, path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of 128 rows fit into 512 tokens. The time of 64 rows is not taken for that of 128."""
-    known: list[Sequence[Sequence[float]]] = []
-
-    def costs(took: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], float]:
-        known.append(took)
-        return prefill_costs(took)
-
-    monkeypatch.setattr(loader, "prefill_costs", costs)
+    """And the next start knows it. The time of 64 rows is not taken for that of 128."""
     monkeypatch.setattr(KVCacheManager, "limit_rows", lambda self, seq, rows: min(rows, cut))
-    load_engine(path, "tiny", settings())
-    assert [len(steps) for steps in known[0]] == [2 for _ in range(sizes)]
-    assert min(map(min, known[0])) > 0
+    options = settings(cache_dir=str(cache))
+    first, _ = load_engine(path, "tiny", options)
+    assert not first.scheduler.prefill_budget.measured
+    for n in range(2):
+        first.add(tiny.request(f"r{n}", range(n, n + 500), 2))
+        tiny.run(first)
+    known = first.scheduler.prefill_budget.measured
+    assert len(known) == sizes and min(map(min, known)) > 0
+    second, _ = load_engine(path, "tiny", options)
+    assert [*map(tuple, second.scheduler.prefill_budget.measured)] == known
 
 
-def test_a_prompts_rows_are_not_measured_where_they_are_fixed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "prefill_costs", None)
+def test_fixed_rows_are_not_tried(path: Path) -> None:
     e, _ = load_engine(path, "tiny", settings(prefill_budget=16))
     e.add(tiny.request("r", range(1, 41), 2))
     tiny.run(e)
     assert e.counters["steps"] == 4, "three steps read the prompt"
+    assert not e.scheduler.prefill_budget.measured
 
 
 def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:

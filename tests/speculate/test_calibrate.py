@@ -8,11 +8,12 @@ import pytest
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
-from mlxspec.speculate.calibrate import calibrate
+from mlxspec.speculate.calibrate import LONG_ROWS, calibrate, contexts_in
 from mlxspec.speculate.controller import GRID
 from tests import tiny
 
 SIZE = 16
+CONTEXTS = (64, 12 * SIZE - 33)
 
 
 @pytest.fixture
@@ -26,21 +27,18 @@ def table(blocks: int = 12) -> list[int]:
 
 def test_all_rows_at_two_contexts(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    costs = calibrate(runner, table())
-    assert costs is not None
+    costs = calibrate(runner, table(), CONTEXTS)
     assert tuple(costs.rows) == GRID and costs.contexts == (64, 12 * SIZE - 33)
     assert all(0 < low <= high < 5 for low, high in zip(*costs.measured, strict=True))
     assert "with 32 rows" in caplog.text
 
 
-def test_what_is_known_is_not_measured_again(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = calibrate(runner, table())
-    monkeypatch.setattr(module, "time_step", None)  # measuring again would fail
-    assert first is not None and calibrate(runner, table(), first) is first
-    with pytest.raises(TypeError):
-        calibrate(runner, table(11), first)
+@pytest.mark.parametrize(
+    ("tokens", "contexts"), [(12 * SIZE, (64, 159)), (5000, (64, 2048)), (90, (57, 57)), (20, None)]
+)
+def test_contexts_follow_from_the_room(tokens: int, contexts: tuple[int, int] | None) -> None:
+    found = contexts_in(tokens)
+    assert found == contexts if contexts else found[1] < 1
 
 
 def test_a_slow_model_is_measured_once_at_each_point(
@@ -53,14 +51,13 @@ def test_a_slow_model_is_measured_once_at_each_point(
     monkeypatch.setattr(
         module, "time_step", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
-    costs = calibrate(runner, table())
-    assert asked[0] == (64, 1) and sorted(asked[1:]) == [(c, r) for c in (64, 159) for r in GRID]
-    assert costs is not None and list(costs.rows) == list(GRID)
-    assert costs.measured == ([r / 8 for r in GRID],) * 2
-
-
-def test_a_pool_that_is_too_small(runner: Runner) -> None:
-    assert calibrate(runner, table(2)) is None
+    costs = calibrate(runner, table(), CONTEXTS)
+    assert asked[0] == (64, 1) and sorted(asked[1:]) == [
+        *((64, rows) for rows in GRID),
+        *((159, rows) for rows in LONG_ROWS),
+    ]
+    assert list(costs.rows) == list(GRID)
+    assert all(times == pytest.approx([r / 8 for r in GRID]) for times in costs.measured)
 
 
 def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +70,5 @@ def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(RecurrentStates, "keep_accepted", kept)
-    costs = calibrate(runner, table())
-    assert costs is not None and {2, 8, 32} <= set(asked)
+    calibrate(runner, table(), CONTEXTS)
+    assert {2, 8, 32} <= set(asked)

@@ -122,7 +122,7 @@ class PrefillBudget:
             return
         more = seconds - before if second else self.attention * (size + READ) * size
         began = max(LEAST, before - max(0.0, more) * start / size)
-        self.measured = [*self.measured, (began, began + more)]
+        self.measured.append((began, began + more))
         self.seconds, self.attention = prefill_costs(self.measured)
         self.factor = 1.0
         self.keep(self.measured)

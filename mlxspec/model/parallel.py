@@ -81,13 +81,13 @@ class Ranks:
 
     # ---- all ranks ---------------------------------------------------------------------------
 
-    def gather(self, value: Any, seconds: float = LOAD_S) -> list[Any]:
+    def gather(self, value: Any, seconds: float = 0.0) -> list[Any]:
         """Every rank's value, JSON of at most 4 * WORDS bytes, by rank; the next message follows in
-        so many seconds."""
+        so many seconds; 0: in those of loading."""
         if not self.group:
             return [value]
         found = _decode(self._post(json.dumps(value).encode()))
-        self._expect({}, seconds)
+        self._expect({}, seconds or LOAD_S)
         return found
 
     def same(self, facts: str, what: str) -> None:

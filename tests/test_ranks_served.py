@@ -58,6 +58,9 @@ class Served:
                 self.url = found[0]
                 return
         self.reader.join()
+        self.process.wait(END_S)
+        self.process.stdout.close()
+        self.process.stderr.close()
         raise AssertionError(self.said)
 
     def _read(self, stream: Any) -> None:

@@ -48,8 +48,8 @@ class PrefillBudget:
     fixed: int = 0
     measured: Took = field(default_factory=list)
     keep: Callable[[Took], object] = lambda measured: None
-    seconds: tuple[float, ...] = ()
-    attention: float = 0.0
+    seconds: tuple[float, ...] = field(init=False)
+    attention: float = field(init=False)
     factor: float = 1.0
     largest: int = 0
     # Of the first of two steps that are measured: the tokens before it, its seconds.
@@ -58,8 +58,7 @@ class PrefillBudget:
     def __post_init__(self) -> None:
         if self.measured:
             self.largest = int(GRID[len(self.measured) - 1])
-        if not self.seconds:
-            self.seconds, self.attention = prefill_costs(self.measured)
+        self.seconds, self.attention = prefill_costs(self.measured)
 
     def rows(self, plan: Plan, context: int, decoding: bool, left: int = 0) -> int:
         """How many rows of a prompt, of which `context` tokens are computed and `left` are not, a

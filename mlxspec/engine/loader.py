@@ -16,7 +16,7 @@ from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
-from mlxspec.engine.budget import PrefillBudget, Took
+from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.drafting import add_drafters, load_drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
@@ -195,11 +195,9 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache, file: Path) -> 
     while engine.busy:
         engine.step()
     engine.reset()
-
-    def keep(measured: Took) -> None:
-        cache.prefill = measured
-        cache.save(file)
-
     engine.scheduler.prefill_budget = PrefillBudget(
-        config.decode_gap_ms / 1000, config.prefill_budget, cache.prefill, keep
+        config.decode_gap_ms / 1000,
+        config.prefill_budget,
+        cache.prefill,  # the list that grows is the cache's own
+        lambda _: cache.save(file),
     )

@@ -202,14 +202,17 @@ def cache_stats() -> None:
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the prefix cache, recorded answers and what a training works with. Trained heads stay.
+    """Delete the prefix cache, recorded answers, ranks' parts of weights and what a training works
+    with. Trained heads stay.
 
-    A running server goes on and fills them again.
+    A running server goes on and fills the cache again.
     """
     from mlxspec.commands.cache import clear
     from mlxspec.model.hub import cache_of
 
     root = cache_of(load({}))
     if not yes:
-        typer.confirm(f"Delete the prefix cache and recorded answers in {root}?", abort=True)
+        typer.confirm(
+            f"Delete the prefix cache, recorded answers and parts of weights in {root}?", abort=True
+        )
     clear(root)

@@ -17,6 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from tests.model.test_layout import save
@@ -209,6 +210,35 @@ def test_prompts_on_disk(path: Path, tmp_path: Path) -> None:
     assert again == text and cached < 100
     again, cached = one_start()  # the lost part was saved again
     assert again == text and cached > 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux says of a process")
+def test_weights_read(tmp_path: Path) -> None:
+    """From the second start on each rank reads no more of the weights than its part of what is
+    split and what is on every rank."""
+    path = save_tokenizer(tmp_path / "model")
+    save(path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
+    weights = mx.load(str(path / "model.safetensors"))
+    sizes = {name: array.nbytes for name, array in weights.items()}
+    whole = sum(sizes.values())
+    replicated = sum(sizes[each] for each in sizes if "proj" not in each)
+    part = (whole - replicated) / 2 + replicated
+
+    def start(ranks: int) -> list[int]:
+        """The bytes that each process has read, from files and sockets."""
+        with served(path, tmp_path, "--ranks", str(ranks)) as server:
+            pids = [server.process.pid, *server.others()]
+            read = [Path(f"/proc/{pid}/io").read_text() for pid in pids]
+            said.append(server.complete(temperature=0)["choices"][0]["text"])
+        return [int(re.search(r"rchar: (\d+)", each)[1]) for each in read]
+
+    said: list[str] = []
+    start(1)  # reads what later starts find in caches
+    first, second = start(2), start(2)
+    for before, after in zip(first, second, strict=True):
+        assert before - after == pytest.approx(whole - part, rel=0.1)
+    assert len(set(said)) == 1
 
 
 @pytest.mark.parametrize("victim", ["other", pytest.param("first", marks=pytest.mark.slow)])

@@ -24,7 +24,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, versions
 from mlxspec.kernels.verify import VerdictFile, verify
 from mlxspec.model import meter, recurrent
-from mlxspec.model.hub import cache_of, prompts_of
+from mlxspec.model.hub import cache_of, prompts_of, storage_name
 from mlxspec.model.layout import (
     LayoutChoice,
     context_of,
@@ -36,6 +36,7 @@ from mlxspec.model.layout import (
 )
 from mlxspec.model.mirror import Mirror
 from mlxspec.model.parallel import Ranks
+from mlxspec.model.parts import save_part, use_part
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
@@ -59,6 +60,8 @@ def load_engine(
     began = time.perf_counter()
     ranks = ranks or Ranks()
     model, files = load(path, ranks.group)  # the weights stay on disk
+    part = _part_folder(path, name, config, ranks)
+    saved = ranks.size == 1 or use_part(model, part)
     drafting = load_drafting(model, path, draft, config)
     context = context_of(files, config.context)
     size = weights(model)  # a Runner hides some of them
@@ -70,6 +73,8 @@ def load_engine(
     plan_for()  # the weights alone: with some models, geometry() reads weights
     plan_for(geometry(model, config.kv_bits))
     load_weights(model)
+    if not saved:
+        save_part(model, part)
     drafting.load_weights()
     file = cache_file(path, config, ranks)
     cache = _find_layout(path, model, config, file, ranks)
@@ -93,13 +98,17 @@ def load_engine(
     if config.disk_bytes and layout.sharing:
         facts = versions() | drafting.facts | {"kept": kept}  # what K/V depend on, beside tokens
         if ranks.size > 1:
-            facts["rank"] = f"{ranks.rank} of {ranks.size}"
-        disk = DiskCache(prompts_of(config), fingerprint(path, facts), config.disk_bytes, name)
-        offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
-        engine.offloader = engine.scheduler.offloader = offloader
+            facts["rank"] = str(ranks)
+        _add_disk(engine, config, fingerprint(path, facts), name)
     _log_limits(engine.scheduler, layout, context)
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
     return engine, _info(engine.scheduler, name, layout, plan)
+
+
+def _part_folder(path: Path, name: str, config: Config, ranks: Ranks) -> Path:
+    """Where this rank's part of the model's weights is."""
+    digest = fingerprint(path, versions() | {"rank": str(ranks)})
+    return cache_of(config) / "parts" / storage_name(name, path) / str(ranks.rank) / digest
 
 
 def _find_layout(
@@ -179,6 +188,12 @@ def _build(
         can_draft=layout.can_draft,
     )
     return Engine(runner, scheduler, vocab=layout.vocab)
+
+
+def _add_disk(engine: Engine, config: Config, digest: str, name: str) -> None:
+    disk = DiskCache(prompts_of(config), digest, config.disk_bytes, name)
+    offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
+    engine.offloader = engine.scheduler.offloader = offloader
 
 
 def _warm_up(engine: Engine, config: Config, cache: WarmupCache, file: Path) -> None:

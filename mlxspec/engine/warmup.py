@@ -53,8 +53,7 @@ class WarmupCache(BaseModel):
 
 def cache_file(model: Path, config: Config, ranks: Ranks) -> Path:
     """The file for this rank's part of `model` under these settings."""
-    settings = f"{config.layout} {config.kv_bits} {config.block_size}"
-    settings += f" rank {ranks.rank} of {ranks.size}"
+    settings = f"{config.layout} {config.kv_bits} {config.block_size} {ranks}"
     facts = machine() | versions() | {"mlxspec": __version__, "settings": settings}
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
 

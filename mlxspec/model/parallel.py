@@ -79,6 +79,9 @@ class Ranks:
         if self.group:
             self.rank, self.size = self.group.rank(), self.group.size()
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
     # ---- all ranks ---------------------------------------------------------------------------
 
     def gather(self, value: Any, seconds: float = 0.0) -> list[Any]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -207,10 +208,10 @@ def test_load_reads_a_directory_and_says_what_is_wrong(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def save(path: Path, kind: str = "llama") -> None:
-    m = tiny.model(kind)
+def save(path: Path, kind: str = "llama", **change: Any) -> None:
+    m = tiny.model(kind, **change)
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(m.parameters())))
-    (path / "config.json").write_text(json.dumps(tiny.config(kind)))
+    (path / "config.json").write_text(json.dumps(tiny.config(kind, **change)))
 
 
 def test_loading_leaves_no_chain_of_draws_behind(tmp_path: Path) -> None:

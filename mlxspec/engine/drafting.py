@@ -146,12 +146,13 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     if not costs and contexts[1] > 0:
         with progress("Measuring steps") as report:
             costs = calibrate(engine.runner, table, contexts, report)
+        cache.drafts = {}
     cache.costs = costs
     cache.kernels = kernels
     if costs:
         drafters: list[Drafter] = [NgramDrafter()]
         if drafting.fitted:
-            drafters.append(_draft_model(engine, drafting, drafting.fitted, table))
+            drafters.append(_draft_model(engine, drafting, drafting.fitted, table, cache))
         if head := _attach(engine, drafting, table, costs, cache):
             drafters.append(head)
         padded = engine.runner.layout != "rows"
@@ -163,14 +164,15 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
 
 
 def _draft_model(
-    engine: Engine, drafting: Drafting, small: SmallModel, table: list[int]
+    engine: Engine, drafting: Drafting, small: SmallModel, table: list[int], cache: WarmupCache
 ) -> HeadDrafter:
     pool = engine.scheduler.pool
     runner = Runner(small.model, "rows", pool.block_size, pool.size)
     head = DraftModel(runner, engine.vocab, small.fit.vocab, small.context).head()
     drafter = HeadDrafter(head, engine.runner)
-    drafter.measure(table)
-    drafting.facts = {"draft": fingerprint(drafting.path, {})}
+    key = fingerprint(drafting.path, {})
+    cache.drafts = {key: drafter.measure(table, cache.drafts.get(key))}
+    drafting.facts = {"draft": key}
     log.info("a small model drafts: %s", drafting.path)
     return drafter
 
@@ -185,7 +187,7 @@ def _attach(
     head = HeadDrafter(drafting.head, engine.runner)
     key = fingerprint(drafting.path, {})
     try:
-        head.measure(table)
+        cache.drafts = {key: head.measure(table, cache.drafts.get(key))}
         pool = engine.scheduler.pool
         needed = TRIED_ANSWERS * (TRIED_TOKENS // pool.block_size + 2)
         if drafting.head.tries_taps and len(pool.free_blocks) > needed:

@@ -18,20 +18,22 @@ from mlxspec.kernels.verify import KERNELS, machine
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.parallel import Ranks
+from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.controller import Costs
 from mlxspec.types import Tap
 
 
 class WarmupCache(BaseModel):
     """The measurements of one model; `costs` were measured with `kernels` in use,
-    `prefill` is what a PrefillBudget measured, `taps` are the hidden states that
-    MTP heads read, by their fingerprints."""
+    so was what drafts cost, by the fingerprint of what drafts. `prefill` is what a PrefillBudget
+    measured, `taps` are the hidden states that MTP heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None
     prefill: Took = []
     kernels: str = ""
     taps: dict[str, Tap] = {}
+    drafts: dict[str, DraftCosts] = {}
 
     @classmethod
     def load(cls, file: Path) -> "WarmupCache | None":

@@ -19,6 +19,7 @@ from mlxspec.files import format_size
 from mlxspec.model.layout import CacheBytes
 from mlxspec.speculate import heads
 from mlxspec.speculate.calibrate import MEASURED
+from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.types import FINAL_NORM, OutOfMemory
 from tests import tiny
@@ -96,6 +97,27 @@ def test_a_head_that_does_not_fit_is_left_out(
     monkeypatch.setattr(memory, "available", lambda: memory.headroom() + alone - 1)
     with pytest.raises(OutOfMemory, match=format_size(plain.weight_bytes)):
         load_engine(target, "tiny", few_blocks, path)
+
+
+@pytest.mark.parametrize("draft", ["head", "small model"])
+def test_what_drafts_cost_is_measured_once(
+    tmp_path: Path, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(self: DraftCosts, *_: Any) -> None:
+        self.token, self.fixed = 2.0, 3.0
+
+    target, head = both(tmp_path, "llama")
+    config = settings(kv_blocks=64 + MEASURED // BLOCK)  # room to try the head at the first start
+    path, other = (head, target) if draft == "head" else (target, head)
+    monkeypatch.setattr(DraftCosts, "measure", found)
+    e, _ = load_engine(target, "tiny", config, path)
+    head_of(e).costs.learn(1.0, 1)  # which is not kept
+    monkeypatch.setattr(DraftCosts, "measure", None)  # measuring again would fail
+    e, _ = load_engine(target, "tiny", config, path)
+    assert head_of(e).costs == DraftCosts(2.0, 3.0)
+    monkeypatch.setattr(DraftCosts, "measure", lambda *_: None)
+    e, _ = load_engine(target, "tiny", config, other)
+    assert head_of(e).costs.token < 1.0  # those of another draft are not taken
 
 
 PROMPT = some(6 * BLOCK + 3)

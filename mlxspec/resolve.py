@@ -28,10 +28,10 @@ from mlxspec.model.cards import head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, learned_head, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.mirror import Follower
-from mlxspec.model.parallel import Ranks
+from mlxspec.model.parallel import RankFailed, Ranks
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
-from mlxspec.types import Json, ModelInfo, UnsupportedModel, blame
+from mlxspec.types import Json, ModelInfo, UnsupportedModel, UserError, blame
 
 LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -56,7 +56,14 @@ class ResolvedModel:
             log.info("rank %d of %d: no kernels of our own", ranks.rank, ranks.size)
             config = replace(config, kernels="off")
         draft = self.draft.path if self.draft else None
-        return load_engine(self.path, self.name, config, draft, self.share, reserved, ranks)
+        try:
+            return load_engine(self.path, self.name, config, draft, self.share, reserved, ranks)
+        except RankFailed:
+            raise
+        except UserError as error:
+            if ranks:
+                ranks.failed(error)
+            raise
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -182,12 +189,13 @@ def follow(config: Config, ranks: Ranks) -> None:
             case {"step": name}:
                 followers[name].step(message)
             case {"load": name}:
-                engine, _ = models[name].load(0, ranks)
-                offloader = engine.offloader
-                disk = offloader and DiskFollower(offloader.disk, offloader.transfer)
-                followers[name] = Follower(engine.runner, ranks, disk)
+                try:
+                    followers[name] = _follower(models[name], ranks)
+                except UserError as error:  # rank 0 answers with it, and may try again
+                    log.warning("%s: %s", name, error)
             case {"unload": name}:
-                followers.pop(name).close(UNLOAD_S)
+                if name in followers:
+                    followers.pop(name).close(UNLOAD_S)
                 release_memory()
             case {"of": name}:
                 followers[name].apply(message["events"], message["read"])
@@ -195,6 +203,13 @@ def follow(config: Config, ranks: Ranks) -> None:
                 followers[name].found()
     for each in followers.values():
         each.close(CLOSE_S)
+
+
+def _follower(model: ResolvedModel, ranks: Ranks) -> Follower:
+    engine, _ = model.load(0, ranks)
+    offloader = engine.offloader
+    disk = offloader and DiskFollower(offloader.disk, offloader.transfer)
+    return Follower(engine.runner, ranks, disk)
 
 
 def make_manager(

@@ -180,15 +180,16 @@ def test_two_ranks_answer_as_one(path: Path, tmp_path: Path) -> None:
 
 def test_prompts_on_disk(path: Path, tmp_path: Path) -> None:
     """Each rank saves its part of a prompt and restores it after a restart; where one has lost its
-    part, all compute."""
-    prompt = "hello world " * 60
+    part, all compute. The prompt takes more blocks than pools have at first."""
+    prompt = "hello world " * 150
+    more = ["--block-size", "8", "--kv-blocks", "256"]
 
     def ask(server: Served) -> tuple[str, int]:
         told = server.complete(prompt=prompt, temperature=0)
         return told["choices"][0]["text"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def one_start(lost: bool = False) -> tuple[str, int]:
-        with served(path, tmp_path, "--ranks", "2") as server:
+        with served(path, tmp_path, "--ranks", "2", *more) as server:
             if lost:  # the ranks have read their folders
                 last = max(folders(), key=lambda each: each.stat().st_ctime_ns)
                 for file in last.iterdir():

@@ -37,9 +37,9 @@ WEIGHTS = {".safetensors", ".npz", ".gguf", ".py"}  # what mlx-lm computes with,
 SAMPLES, SAMPLE_BYTES = 16, 1 << 14  # of a weight file, spread evenly
 
 
-def fingerprint(model_dir: Path, about: Mapping[str, str]) -> str:
+def fingerprint(model_dir: Path, about: Mapping[str, str], mtime: bool = True) -> str:
     """32 hex digits for a model and `about`: layout, bits, versions and all else that its KV
-    depends on. Of its files the name, size, mtime and samples count. Raises OSError."""
+    depends on. Of its files the name, size, `mtime` and samples count. Raises OSError."""
     digest = blake2b(digest_size=16)
     facts = json.dumps([FORMAT, sorted(about.items())])
     digest.update(facts.encode())
@@ -48,7 +48,8 @@ def fingerprint(model_dir: Path, about: Mapping[str, str]) -> str:
             continue
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
-            about_file = f"{path.relative_to(model_dir)} {found.st_size} {found.st_mtime_ns}"
+            changed = found.st_mtime_ns if mtime else 0
+            about_file = f"{path.relative_to(model_dir)} {found.st_size} {changed}"
             digest.update(about_file.encode())
             last = max(0, found.st_size - SAMPLE_BYTES)
             for i in range(SAMPLES):

@@ -17,7 +17,7 @@ from mlxspec.model.hub import STORED, cache_of, prompts_of
 
 ANSWERS = f"answers/{STORED}*.jsonl"
 PARTS = f"parts/{STORED}"  # of a model's weights, by rank
-PART_FILES = "*/*/*.safetensors"
+PART_FILES = "**/*.safetensors"
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx.nn import Module
 
-from mlxspec import log
+from mlxspec import __version__, log
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.disk import DiskCache, fingerprint
 from mlxspec.cache.offload import KVOffloader
@@ -65,9 +65,9 @@ def load_engine(
     drafting = load_drafting(model, path, draft, config)
     context = context_of(files, config.context)
     size = weights(model)  # a Runner hides some of them
-    settings = f"{context} {config.block_size} {config.kv_bits} {config.layout}"
-    ranks.same(f"{files} {size} {settings} {versions()}", "model, version or setting")
-    free = min(ranks.gather(_free_bytes(config) - reserved))
+    _compare(ranks, path, config, f"{files} {size} {context}")
+    # What loaded models may still take is known to rank 0 alone.
+    free = min(ranks.gather(_free_bytes(config))) - max(ranks.gather(reserved))
     make = partial(make_plan, config, context, free=free, share=share)
     plan_for = partial(drafting.plan, make, size)
     plan_for()  # the weights alone: with some models, geometry() reads weights
@@ -88,6 +88,7 @@ def load_engine(
     plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
     ranks.same(kept, "layout")
+    ranks.enough([plan.blocks, *plan.windows.values()])
     mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
     engine = _build(model, layout, plan, context, config, mirror)
     if not ranks.rank:  # the others only follow
@@ -105,10 +106,19 @@ def load_engine(
     return engine, _info(engine.scheduler, name, layout, plan)
 
 
+def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
+    """Check that all ranks have the same model. Raises UnsupportedModel."""
+    settings = f"{config.block_size} {config.kv_bits} {config.layout}"
+    ranks.same(f"{facts} {settings} {versions()}", "model, version or setting")
+    ranks.same(fingerprint(path, {}, mtime=False), "weights")
+
+
 def _part_folder(path: Path, name: str, config: Config, ranks: Ranks) -> Path:
-    """Where this rank's part of the model's weights is."""
-    digest = fingerprint(path, versions() | {"rank": str(ranks)})
-    return cache_of(config) / "parts" / storage_name(name, path) / str(ranks.rank) / digest
+    """Where this rank's part of the model's weights is: by the model's name, because each update
+    of a model on the hub has another directory."""
+    digest = fingerprint(path, versions() | {"mlxspec": __version__, "rank": str(ranks)})
+    stored = storage_name(name, Path("/", name))
+    return cache_of(config) / "parts" / stored / str(ranks.rank) / digest
 
 
 def _find_layout(

@@ -294,6 +294,7 @@ class ModelManager:
         self.loading = ""
         if not reason:
             return self._dispatch_waiting()
+        self.ranks.send({"unload": slot.info.name})
         release_memory()  # only now, because the traceback held arrays
         if slot.need and self._lacks_memory(slot):
             return self._choose_evictions()  # now that the need is known

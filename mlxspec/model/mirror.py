@@ -108,7 +108,10 @@ class Mirror:
         )
 
     def keep(self, state: Any) -> Snapshot:
-        """A copy of an entry's recurrent state for the prefix cache, kept by all ranks."""
+        """A copy of an entry's recurrent state for the prefix cache, kept by all ranks; a snapshot
+        itself where the state is one."""
+        if isinstance(state, Snapshot):
+            return state
         kept = self._snapshot(own(state))
         self._note("keep", kept.number, lambda e: e.state is state)
         return kept
@@ -124,11 +127,14 @@ class Mirror:
         self._note("cut", rows, lambda e: e is entry)
 
     def _note(self, event: str, number: int, is_entry: Callable[[Entry], bool]) -> None:
-        """Tell what happened to an entry of the last steps."""
+        """Tell what happened to an entry of the last steps, which must be one of theirs."""
+        known = len(self._events)
         for n, plan in enumerate(self._steps, -len(self._steps)):
             for i, e in enumerate(plan):
                 if is_entry(e):
                     self._events.append((event, number, n, i))
+        if len(self._events) == known:
+            raise RuntimeError(f"no entry of the last steps is to {event}")
 
     # ---- the prefix cache on disk: each rank's has its own part of the same blocks
 
@@ -136,6 +142,7 @@ class Mirror:
         """All ranks save these blocks, or the snapshot, by key on disk."""
         numbers = [getattr(each, "number", each) for each in contents.values()]
         self._events.append(("save", _in_hex(contents), group, numbers))
+        self.flush()  # no plan may follow for long
 
     def read(self, key: bytes) -> None:
         """All ranks read their run with this last key."""
@@ -215,7 +222,7 @@ class Follower:
                 case "save":
                     self._save(what, *more)
                 case "place":
-                    self.disk.place(what, *more)
+                    self._place(what, *more)
                 case "place_state":
                     self._held[what] = self.disk.state()
                 case _:
@@ -228,6 +235,10 @@ class Follower:
         if group == STATE:
             contents = [self._held[number] for number in numbers]
         self.disk.save(group, dict(zip(map(bytes.fromhex, keys), contents, strict=True)))
+
+    def _place(self, blocks: Sequence[int], group: int, which: Sequence[int]) -> None:
+        self._highest[group] = max(self._highest[group], *blocks)  # no plan has told of them
+        self.disk.place(blocks, group, which)
 
     def _change_state(self, event: str, number: int, step: int, index: int) -> None:
         """Keep or cut the recurrent state of an entry of the last steps."""
@@ -249,7 +260,7 @@ class Follower:
         if told.tables:
             seq.table, *seq.windows = told.tables
         if told.state != GOES_ON:
-            seq.state = self._held.get(told.state)
+            seq.state = None if told.state == FRESH else self._held[told.state]
             seq.batch = None
         draft = told.draft
         if isinstance(draft, int):

@@ -33,6 +33,8 @@ TIMEOUT_S = 60.0  # without a message
 LOAD_S = 1800.0  # likewise between two steps of loading a model
 WATCH_S = 1.0
 EXIT_S = 0.5  # in which a rank that broke a connection has ended
+END_S = 5.0  # in which the others write what is left and end
+FAILED = "failed"
 # Attributes of mlx-lm's modules that its shard() divides, rounding down.
 HEADS = ["n_heads", "n_kv_heads", "num_heads", "num_attention_heads", "num_key_value_heads"]
 HEADS += ["num_k_heads", "num_v_heads"]
@@ -57,6 +59,10 @@ def split(model: Module, group: mx.distributed.Group) -> None:
         raise UnsupportedModel(why) from error
 
 
+class RankFailed(UnsupportedModel):
+    """A model cannot be loaded, as all ranks know."""
+
+
 @dataclass(slots=True, eq=False)
 class Ranks:
     """This process among all ranks; alone without a `group`. `children` are the others if this one
@@ -68,6 +74,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     level: int = 0  # the worst memory pressure of the others
+    ended: bool = False  # rank 0 has said so
     # Samples of each step, until they are in the checksum.
     samples: deque[Array] = field(default_factory=deque)
     _checksum: int = 0
@@ -86,12 +93,20 @@ class Ranks:
 
     def gather(self, value: Any, seconds: float = 0.0) -> list[Any]:
         """Every rank's value, JSON of at most 4 * WORDS bytes, by rank; the next message follows in
-        so many seconds; 0: in those of loading."""
+        so many seconds; 0: in those of loading. Raises RankFailed where one has told `failed`."""
         if not self.group:
             return [value]
         found = _decode(self._post(json.dumps(value).encode()))
         self._expect({}, seconds or LOAD_S)
+        for rank, each in enumerate(found):
+            if isinstance(each, dict) and FAILED in each:
+                raise RankFailed(f"rank {rank}: {each[FAILED]}")
         return found
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others, which wait in `gather`, that loading failed here."""
+        with suppress(RankFailed):
+            self.gather({FAILED: line_of(error)[:WORDS]})
 
     def same(self, facts: str, what: str) -> None:
         """Check that all ranks have the same facts. Raises UnsupportedModel."""
@@ -99,6 +114,14 @@ class Ranks:
         for rank, each in enumerate(found):
             if each != found[0]:
                 raise UnsupportedModel(f"rank {rank} has another {what} than rank 0")
+
+    def enough(self, blocks: Sequence[int]) -> None:
+        """Check that no rank's pools have fewer blocks than rank 0's. Raises UnsupportedModel."""
+        first, *others = self.gather(list(blocks))
+        for rank, each in enumerate(others, 1):
+            if any(n < least for n, least in zip(each, first, strict=True)):
+                why = "give all ranks the same settings"
+                raise UnsupportedModel(f"rank {rank} has {each} blocks, rank 0 {first}: {why}")
 
     def share(self, tokens: Array) -> Array:
         """Rank 0's tokens, int32 [n], lazily; the others give zeros."""
@@ -148,20 +171,25 @@ class Ranks:
 
     def end(self) -> None:
         """Let the others end, unless they have failed as well."""
-        self.children = ()  # which are expected to end
+        children, self.children = self.children, ()  # which are expected to end
         if self.group:
             with suppress(RuntimeError):  # of MLX, where a connection is lost
                 self.send({"end": True})
                 mx.synchronize(mx.default_stream(mx.cpu))
+        until = time.monotonic() + END_S
+        for child in children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, until - time.monotonic()))
 
     # ---- the others --------------------------------------------------------------------------
 
     def receive(self, level: int) -> Json:
         """Wait for what rank 0 says next, and tell it this process's memory pressure."""
-        message = self.gather([self._check(), level])[0]
+        message = _decode(self._post(json.dumps([self._check(), level]).encode()))[0]
         if isinstance(message, int):
             message = _decode(self._post(b"0", message))[0]
         self._expect(message)
+        self.ended = "end" in message
         return dict(message)
 
     # ---- when one is lost --------------------------------------------------------------------
@@ -176,6 +204,8 @@ class Ranks:
             silent = 0.0
             limit = inf
             while silent < limit and not _why_ended(self.children):
+                if self.ended:
+                    return
                 if self.rank and os.getppid() != parent:
                     break
                 time.sleep(WATCH_S)

@@ -27,7 +27,7 @@ def use_part(model: Module, folder: Path) -> bool:
     if not folder.is_dir():
         return False
     try:
-        files: list[Any] = [mx.load(str(file)) for file in folder.iterdir()]
+        files: list[Any] = [mx.load(str(file)) for file in folder.glob("*.safetensors")]
         model.load_weights([pair for file in files for pair in file.items()])
         return True
     except (OSError, RuntimeError, ValueError) as error:

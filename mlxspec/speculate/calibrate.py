@@ -1,7 +1,7 @@
 """Measures what a step costs on this machine, by its rows and its context; once for each model.
 
-Rule: the measurement takes SECONDS, or as long as it takes to measure each point once; the
-controller corrects it by the steps that follow.
+Rule: the measurement takes SECONDS, or as long as it takes to measure FIRST_ROWS once; what lies
+between is interpolated, and the controller corrects it by the steps that follow.
 """
 
 import time
@@ -18,6 +18,7 @@ from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Seq
 SECONDS = 1.0
 TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
+FIRST_ROWS = (1, 2, 4, 8, 16, 32)
 LONG_ROWS = (1, 8, 32)  # measured with the long one: what it adds grows evenly in between
 MORE = GRID[-1] + 1  # tokens behind a context that a measurement needs room for
 MEASURED = CONTEXTS[1] + MORE
@@ -56,25 +57,32 @@ def _measure(
     report: Report,
 ) -> np.ndarray:
     """Seconds [contexts, rows of GRID], the best of as many turns as there is time for; at least
-    two where kernels are compiled at their first use."""
+    one of FIRST_ROWS, two where kernels are compiled at their first use."""
     until = time.perf_counter() + SECONDS
-    least = 2 if mx.metal.is_available() else 1
+    first = 2 if mx.metal.is_available() else 1
+    others = [rows for rows in GRID if rows not in FIRST_ROWS]
+    points = [(rows, first) for rows in (*FIRST_ROWS, *others)]
+    points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID]
     best = np.full((2, len(GRID)), np.inf)
-    total = TURNS * len(GRID)
     time_step(runner, table, contexts[0], 1)
-    for done in range(total):
-        report(done, total)
-        turn, j = divmod(done, len(GRID))
-        if turn >= least and time.perf_counter() > until:
+    for done, (rows, times) in enumerate(points):
+        report(done, len(points))
+        if done >= len(FIRST_ROWS) and time.perf_counter() > until:
             break
+        at = GRID.index(rows)
         for i, context in enumerate(contexts):
-            if i == 0 or GRID[j] in LONG_ROWS:
-                seconds = time_step(runner, table, context, GRID[j])
-                best[i, j] = min(best[i, j], seconds)
-    low, high = best
-    known = np.isfinite(high)
-    best[1] = low + np.interp(GRID, np.array(GRID)[known], (high - low)[known])
-    return best
+            if i == 0 or rows in LONG_ROWS:
+                took = [time_step(runner, table, context, rows) for _ in range(times)]
+                best[i, at] = min(best[i, at], *took)
+    low = _filled(best[0])
+    return np.array([low, low + _filled(best[1] - low)])
+
+
+def _filled(values: np.ndarray) -> np.ndarray:
+    """By rows of GRID, with what lies between two measured ones."""
+    known = np.isfinite(values)
+    filled: np.ndarray = np.interp(GRID, np.array(GRID)[known], values[known])
+    return filled
 
 
 def time_step(

@@ -175,8 +175,9 @@ def goals(rows: Rows) -> Table:
 
 def _short(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
     for text, workload, metric in SHORT:
-        found = (spread(rows.values(s, workload, metric).values()) for s in servers)
-        yield text, *(shown(s.median) if s else "-" for s in found)
+        found = [spread(rows.values(s, workload, metric).values()) for s in servers]
+        if any(found):
+            yield text, *(shown(s.median) if s else "-" for s in found)
 
 
 def _answers(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:

@@ -316,6 +316,28 @@ def test_two_models(path: Path, tmp_path: Path) -> None:
     assert len(set(told[0])) == 2
 
 
+def test_a_model_that_cannot_be_loaded(path: Path, tmp_path: Path) -> None:
+    """Who asks for it gets the error, and the others go on; once it is mended, it is loaded."""
+    second = save_tokenizer(tmp_path / "second")
+    save(second, "qwen3")
+    weights = second / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(b"damaged")
+    with served(path, tmp_path, "--ranks", "2", f"other={second}") as server:
+        truth = server.complete(temperature=0)["choices"][0]["text"]
+        for _ in range(2):
+            with pytest.raises(OSError):
+                server.complete(model="other")
+        assert server.complete(temperature=0)["choices"][0]["text"] == truth
+        weights.write_bytes(whole)
+        server.post("/v1/models/load", {"model": "other"})
+        assert server.complete(model="other", temperature=0)["choices"][0]["text"]
+        assert server.complete(temperature=0)["choices"][0]["text"] == truth
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(END_S) == 0, server.said
+        assert "Traceback" not in server.said and "is gone" not in server.said
+
+
 @pytest.mark.slow
 def test_many_clients_of_two_ranks(path: Path, tmp_path: Path) -> None:
     """More than run at once, of whom every third leaves: the others get what one alone gets, and

@@ -44,6 +44,12 @@ def flush_to_medium(fd: int) -> None:
     os.fsync(fd)
 
 
+def flush_file(path: Path) -> None:
+    """Flush a file that another library wrote to the medium."""
+    with path.open("rb") as file:
+        flush_to_medium(file.fileno())
+
+
 @contextmanager
 def lock(path: Path, wait: bool = True) -> Iterator[bool]:
     """Hold an exclusive lock on `path`, which is created; it ends with the process at the latest.

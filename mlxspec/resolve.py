@@ -28,7 +28,7 @@ from mlxspec.model.cards import head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, learned_head, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.mirror import Follower
-from mlxspec.model.parallel import RankFailed, Ranks
+from mlxspec.model.parallel import Ranks
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import Json, ModelInfo, UnsupportedModel, UserError, blame
@@ -58,8 +58,6 @@ class ResolvedModel:
         draft = self.draft.path if self.draft else None
         try:
             return load_engine(self.path, self.name, config, draft, self.share, reserved, ranks)
-        except RankFailed:
-            raise
         except UserError as error:
             if ranks:
                 ranks.failed(error)

@@ -317,7 +317,8 @@ def test_two_models(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_loaded(path: Path, tmp_path: Path) -> None:
-    """Who asks for it gets the error, and the others go on; once it is mended, it is loaded."""
+    """Requests for it fail, those for the other model do not; with its files repaired, a load
+    command loads it."""
     second = save_tokenizer(tmp_path / "second")
     save(second, "qwen3")
     weights = second / "model.safetensors"

@@ -61,7 +61,7 @@ def load_engine(
     ranks = ranks or Ranks()
     model, files = load(path, ranks.group)  # the weights stay on disk
     part = _part_folder(path, name, config, ranks)
-    saved = ranks.size == 1 or use_part(model, part)
+    saved = not part or use_part(model, part)
     drafting = load_drafting(model, path, draft, config)
     context = context_of(files, config.context)
     size = weights(model)  # a Runner hides some of them
@@ -73,7 +73,7 @@ def load_engine(
     plan_for()  # the weights alone: with some models, geometry() reads weights
     plan_for(geometry(model, config.kv_bits))
     load_weights(model)
-    if not saved:
+    if part and not saved:
         save_part(model, part)
     drafting.load_weights()
     file = cache_file(path, config, ranks)
@@ -108,14 +108,18 @@ def load_engine(
 
 def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
     """Check that all ranks have the same model. Raises UnsupportedModel."""
-    settings = f"{config.block_size} {config.kv_bits} {config.layout}"
-    ranks.same(f"{facts} {settings} {versions()}", "model, version or setting")
+    if ranks.size == 1:
+        return
+    facts += f" {config.block_size} {config.kv_bits} {config.layout} {versions()}"
+    ranks.same(facts, "model, version or setting")
     ranks.same(fingerprint(path, {}, mtime=False), "weights")
 
 
-def _part_folder(path: Path, name: str, config: Config, ranks: Ranks) -> Path:
+def _part_folder(path: Path, name: str, config: Config, ranks: Ranks) -> Path | None:
     """Where this rank's part of the model's weights is: by the model's name, because each update
-    of a model on the hub has another directory."""
+    of a model on the hub has another directory. None for a rank alone."""
+    if ranks.size == 1:
+        return None
     digest = fingerprint(path, versions() | {"mlxspec": __version__, "rank": str(ranks)})
     stored = storage_name(name, Path("/", name))
     return cache_of(config) / "parts" / stored / str(ranks.rank) / digest

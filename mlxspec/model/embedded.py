@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.utils import dequantize_model, load_model
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
-from mlxspec.files import flush_to_medium, lock
+from mlxspec.files import flush_file, lock
 from mlxspec.model.cards import Card, Mode, WheelFile
 from mlxspec.types import UnsupportedModel, line_of
 
@@ -73,8 +73,7 @@ def _install(card: Card, target: Path, mode: Mode) -> None:
         made.mkdir()
         convert(gguf, made, mode, card.files)
         for file in made.iterdir():
-            with file.open("rb") as opened:
-                flush_to_medium(opened.fileno())
+            flush_file(file)
         made.rename(target)
 
 

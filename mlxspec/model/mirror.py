@@ -128,13 +128,15 @@ class Mirror:
 
     def _note(self, event: str, number: int, is_entry: Callable[[Entry], bool]) -> None:
         """Tell what happened to an entry of the last steps, which must be one of theirs."""
-        known = len(self._events)
-        for n, plan in enumerate(self._steps, -len(self._steps)):
-            for i, e in enumerate(plan):
-                if is_entry(e):
-                    self._events.append((event, number, n, i))
-        if len(self._events) == known:
+        found = [
+            (event, number, n, i)
+            for n, plan in enumerate(self._steps, -len(self._steps))
+            for i, e in enumerate(plan)
+            if is_entry(e)
+        ]
+        if not found:
             raise RuntimeError(f"no entry of the last steps is to {event}")
+        self._events += found
 
     # ---- the prefix cache on disk: each rank's has its own part of the same blocks
 

@@ -96,7 +96,7 @@ class Ranks:
         so many seconds; 0: in those of loading. Raises RankFailed where one has told `failed`."""
         if not self.group:
             return [value]
-        found = _decode(self._post(json.dumps(value).encode()))
+        found = self._exchange(value)
         self._expect({}, seconds or LOAD_S)
         for rank, each in enumerate(found):
             if isinstance(each, dict) and FAILED in each:
@@ -104,9 +104,10 @@ class Ranks:
         return found
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others, which wait in `gather`, that loading failed here."""
-        with suppress(RankFailed):
-            self.gather({FAILED: line_of(error)[:WORDS]})
+        """Tell the others, which wait in `gather`, that loading failed here; not where all know."""
+        if not isinstance(error, RankFailed):
+            with suppress(RankFailed):
+                self.gather({FAILED: line_of(error)[:WORDS]})
 
     def same(self, facts: str, what: str) -> None:
         """Check that all ranks have the same facts. Raises UnsupportedModel."""
@@ -119,7 +120,7 @@ class Ranks:
         """Check that no rank's pools have fewer blocks than rank 0's. Raises UnsupportedModel."""
         first, *others = self.gather(list(blocks))
         for rank, each in enumerate(others, 1):
-            if any(n < least for n, least in zip(each, first, strict=True)):
+            if np.less(each, first).any():
                 why = "give all ranks the same settings"
                 raise UnsupportedModel(f"rank {rank} has {each} blocks, rank 0 {first}: {why}")
 
@@ -135,6 +136,10 @@ class Ranks:
             tokens = _read(self.samples.popleft())
             self._checksum = crc32(tokens.tobytes(), self._checksum)
         return self._checksum
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        return _decode(self._post(json.dumps(value).encode()))
 
     def _post(self, data: bytes, words: int = WORDS) -> Array:
         """Exchange a row of so many int32, without waiting: [ranks, words]."""
@@ -185,7 +190,7 @@ class Ranks:
 
     def receive(self, level: int) -> Json:
         """Wait for what rank 0 says next, and tell it this process's memory pressure."""
-        message = _decode(self._post(json.dumps([self._check(), level]).encode()))[0]
+        message = self._exchange([self._check(), level])[0]
         if isinstance(message, int):
             message = _decode(self._post(b"0", message))[0]
         self._expect(message)

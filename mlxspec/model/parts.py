@@ -14,7 +14,7 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten
 
 from mlxspec import log
-from mlxspec.files import flush_to_medium, format_size
+from mlxspec.files import flush_file, format_size
 from mlxspec.model.layout import weights
 from mlxspec.progress import progress
 
@@ -61,6 +61,5 @@ def _write(model: Module, folder: Path) -> None:
         for first in range(0, len(arrays), ARRAYS):
             file = folder / f"{first}.safetensors"
             mx.save_safetensors(str(file), dict(arrays[first : first + ARRAYS]))
-            with file.open("rb") as opened:
-                flush_to_medium(opened.fileno())
+            flush_file(file)
             report(first, len(arrays))

@@ -60,8 +60,8 @@ def _measure(
     one of FIRST_ROWS, two where kernels are compiled at their first use."""
     until = time.perf_counter() + SECONDS
     first = 2 if mx.metal.is_available() else 1
-    others = [rows for rows in GRID if rows not in FIRST_ROWS]
-    points = [(rows, first) for rows in (*FIRST_ROWS, *others)]
+    each_once = dict.fromkeys(FIRST_ROWS + GRID)
+    points = [(rows, first) for rows in each_once]
     points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID]
     best = np.full((2, len(GRID)), np.inf)
     time_step(runner, table, contexts[0], 1)
@@ -81,8 +81,7 @@ def _measure(
 def _filled(values: np.ndarray) -> np.ndarray:
     """By rows of GRID, with what lies between two measured ones."""
     known = np.isfinite(values)
-    filled: np.ndarray = np.interp(GRID, np.array(GRID)[known], values[known])
-    return filled
+    return np.array(np.interp(GRID, np.array(GRID)[known], values[known]))
 
 
 def time_step(

@@ -235,14 +235,19 @@ def make_manager(
         """Why a model does not fit now, "" if it does. `held` are the bytes of loaded models with
         full pools, `freed` those of models about to be evicted."""
         slot = slots[name]
-        need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
-        free = memory.available() - reserved() + freed
+        # Of several ranks this is the least; loading counts each one's part.
+        need = slot.info.weight_bytes // ranks.size + memory.headroom() + LEAST
+        need = max(slot.need, need)
+        free = memory.available() - reserved()
         if config.memory_gb:
-            free = config.memory_bytes - held + freed
+            free = config.memory_bytes - held
+        free += freed
         if need <= free:
             return ""
-        sizes = f"it needs {format_size(need)} and {format_size(max(0, free))} are available"
-        return f"{sizes}; close other programs, unpin models or raise --memory-gb"
+        return (
+            f"it needs {format_size(need)} and {format_size(max(0, free))} are available; close"
+            " other programs, unpin models or raise --memory-gb"
+        )
 
     return ModelManager(
         list(slots.values()),

@@ -90,6 +90,9 @@ def test_whether_a_model_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyP
     limited = make_manager(resolve_models(config := replace(config, memory_gb=2.0)), config)
     assert limited.memory_check("b", (2 << 30) - need + 5, 5) == ""
     assert limited.memory_check("b", (2 << 30) - need + 5, 4).startswith("it needs ")
+    split = make_manager(resolve_models(config), config, ranks=module.Ranks(size=2))
+    assert split.memory_check("b", (2 << 30) - need + size // 2, 0) == ""
+    assert split.memory_check("b", (2 << 30) - need + size - size // 2 + 1, 0)
 
 
 def test_a_model_keeps_to_its_share(

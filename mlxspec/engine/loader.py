@@ -166,10 +166,9 @@ def _info(
 
 def _free_bytes(config: Config) -> int:
     """What this model may take, beside what other models hold."""
-    free = min(memory.available(), meter.device_free())
     if config.memory_gb:
         return config.memory_bytes // config.ranks - meter.held()[0]
-    return free // config.ranks
+    return min(memory.available(), meter.device_free()) // config.ranks
 
 
 def _build(

@@ -205,11 +205,11 @@ def _launch(
 
 def paged_attention(
     a: Attention,
-    variant: str = "",
+    unproven: bool = False,
 ) -> Array:
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
-    the kernel in one launch, the others through the reference. With `variant` no proof is asked
-    for, where the kernel supports the shape."""
+    the kernel in one launch, the others through the reference. With `unproven` no proof is
+    asked for, where the kernel supports the shape."""
     shape = _shape(a)
     if shape and KERNELS.recorded is not None:
         KERNELS.recorded += paged_attention_cases(shape)
@@ -218,7 +218,7 @@ def paged_attention(
         if not shape or group.length > ROWS:
             return False
         cases = paged_attention_cases(shape)  # all contexts
-        return bool(variant) or all(KERNELS.variant(c.name, group.length) for c in cases)
+        return unproven or all(KERNELS.variant(c.name, group.length) for c in cases)
 
     out = []
     first = a.groups[0].lo
@@ -286,7 +286,7 @@ def _case(
         inputs=partial(_inputs, shape, starts, slots),
         stock=partial(run, reference.paged_attention),
         reference=partial(run, _exact),
-        variants={VARIANT: partial(run, partial(paged_attention, variant=VARIANT))},
+        variants={VARIANT: partial(run, partial(paged_attention, unproven=True))},
         tolerance=TOLERANCE,
     )
 

@@ -98,7 +98,7 @@ def draws(
     inputs = mx.zeros(rows, mx.int32) if drafted else None
     drafts = [(0, rows - 1)] if drafted else ()
     logits = mx.zeros((rows, vocab))
-    sampling.sample_accept(logits, drawn, inputs, drafts, variant=sampling.VARIANT)
+    sampling.sample_accept(logits, drawn, inputs, drafts, unproven=True)
 
 
 def test_samples_of_few_rows_and_tokens(seen: Any) -> None:

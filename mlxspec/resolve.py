@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from mlxspec import log
@@ -223,31 +223,27 @@ def make_manager(
         """Bytes by which the caches of the loaded models may still grow."""
         return max(0, sum(slot.nbytes for slot in slots.values()) - meter.held()[0])
 
-    def start(model: ResolvedModel) -> tuple[Engine, ModelInfo]:
-        return model.load(reserved(), ranks)
+    def slot_of(model: ResolvedModel) -> ModelSlot:
+        info = model.info
+        # At least this rank's part; loading counts it.
+        info = replace(info, weight_bytes=info.weight_bytes // ranks.size)
+        return ModelSlot(lambda: model.load(reserved(), ranks), info, model.name in config.pin)
 
-    slots = {
-        each.name: ModelSlot(partial(start, each), each.info, each.name in config.pin)
-        for each in models
-    }
+    slots = {each.name: slot_of(each) for each in models}
 
     def memory_check(name: str, held: int, freed: int) -> str:
         """Why a model does not fit now, "" if it does. `held` are the bytes of loaded models with
         full pools, `freed` those of models about to be evicted."""
         slot = slots[name]
-        # Of several ranks this is the least; loading counts each one's part.
-        need = slot.info.weight_bytes // ranks.size + memory.headroom() + LEAST
-        need = max(slot.need, need)
-        free = memory.available() - reserved()
+        need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
+        # Ranks that this server started share the machine's memory.
+        free = memory.available() // config.ranks - reserved() + freed
         if config.memory_gb:
-            free = config.memory_bytes - held
-        free += freed
+            free = config.memory_bytes // config.ranks - held + freed
         if need <= free:
             return ""
-        return (
-            f"it needs {format_size(need)} and {format_size(max(0, free))} are available; close"
-            " other programs, unpin models or raise --memory-gb"
-        )
+        sizes = f"it needs {format_size(need)} and {format_size(max(0, free))} are available"
+        return f"{sizes}; close other programs, unpin models or raise --memory-gb"
 
     return ModelManager(
         list(slots.values()),

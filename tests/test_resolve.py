@@ -93,6 +93,11 @@ def test_whether_a_model_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyP
     split = make_manager(resolve_models(config), config, ranks=module.Ranks(size=2))
     assert split.memory_check("b", (2 << 30) - need + size // 2, 0) == ""
     assert split.memory_check("b", (2 << 30) - need + size - size // 2 + 1, 0)
+    # Ranks on one machine: each has half of the memory.
+    config = replace(config, ranks=2)
+    local = make_manager(resolve_models(config), config, ranks=module.Ranks(size=2))
+    assert local.memory_check("b", (1 << 30) - need + size // 2, 0) == ""
+    assert local.memory_check("b", (1 << 30) - need + size - size // 2 + 1, 0)
 
 
 def test_a_model_keeps_to_its_share(

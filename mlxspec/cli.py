@@ -202,8 +202,7 @@ def cache_stats() -> None:
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the prefix cache, recorded answers, ranks' parts of weights and what a training works
-    with. Trained heads stay.
+    """Delete the prefix cache, recorded answers and what a training works with. Trained heads stay.
 
     A running server goes on and fills the cache again.
     """
@@ -212,7 +211,5 @@ def cache_clear(
 
     root = cache_of(load({}))
     if not yes:
-        typer.confirm(
-            f"Delete the prefix cache, recorded answers and parts of weights in {root}?", abort=True
-        )
+        typer.confirm(f"Delete the prefix cache and recorded answers in {root}?", abort=True)
     clear(root)

@@ -1,4 +1,4 @@
-"""`mlxspec cache`: shows and deletes the prefix cache on disk, recorded answers, parts of weights.
+"""`mlxspec cache`: shows and deletes the prefix cache on disk and recorded answers.
 
 Rule: it works on the directory, whether a server runs or not.
 """
@@ -16,8 +16,6 @@ from mlxspec.files import format_size, lock
 from mlxspec.model.hub import STORED, cache_of, prompts_of
 
 ANSWERS = f"answers/{STORED}*.jsonl"
-PARTS = f"parts/{STORED}"  # of a model's weights, by rank
-PART_FILES = "**/*.safetensors"
 
 
 @dataclass(slots=True)
@@ -72,9 +70,6 @@ def show(config: Config) -> None:
         data = path.read_bytes()
         name, count = path.relative_to(cache), data.count(b"\n")
         print(printable(f"{name}: {count} answers, {format_size(len(data))}"))
-    for path in sorted(cache.glob(PARTS)):
-        size = sum(file.stat().st_size for file in path.glob(PART_FILES))
-        print(printable(f"{path.relative_to(cache)}: weights of ranks, {format_size(size)}"))
 
 
 def totals(config: Config) -> None:
@@ -100,7 +95,6 @@ def clear(cache: Path) -> None:
     prompts = cache / "prompts"
     with lock(prompts / "lock"), lock(cache / "answers/lock"), ExitStack() as trainings:
         found = [path for path, _ in stored_files(prompts)] + list(cache.glob(ANSWERS))
-        found += cache.glob(f"{PARTS}/{PART_FILES}")
         for work in cache.glob(f"training/{STORED}"):
             if trainings.enter_context(lock(work.with_name(f"{work.name}.lock"), wait=False)):
                 found += work.iterdir()

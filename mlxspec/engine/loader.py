@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx.nn import Module
 
-from mlxspec import __version__, log
+from mlxspec import log
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.disk import DiskCache, fingerprint
 from mlxspec.cache.offload import KVOffloader
@@ -24,7 +24,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, versions
 from mlxspec.kernels.verify import VerdictFile, verify
 from mlxspec.model import meter, recurrent
-from mlxspec.model.hub import cache_of, prompts_of, storage_name
+from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import (
     LayoutChoice,
     context_of,
@@ -36,7 +36,6 @@ from mlxspec.model.layout import (
 )
 from mlxspec.model.mirror import Mirror
 from mlxspec.model.parallel import Ranks
-from mlxspec.model.parts import save_part, use_part
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
@@ -60,8 +59,6 @@ def load_engine(
     began = time.perf_counter()
     ranks = ranks or Ranks()
     model, files = load(path, ranks.group)  # the weights stay on disk
-    part = _part_folder(path, name, config, ranks)
-    saved = not part or use_part(model, part)
     drafting = load_drafting(model, path, draft, config)
     context = context_of(files, config.context)
     size = weights(model)  # a Runner hides some of them
@@ -73,8 +70,6 @@ def load_engine(
     plan_for()  # the weights alone: with some models, geometry() reads weights
     plan_for(geometry(model, config.kv_bits))
     load_weights(model)
-    if part and not saved:
-        save_part(model, part)
     drafting.load_weights()
     file = cache_file(path, config, ranks)
     cache = _find_layout(path, model, config, file, ranks)
@@ -113,16 +108,6 @@ def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
     facts += f" {config.block_size} {config.kv_bits} {config.layout} {versions()}"
     ranks.same(facts, "model, version or setting")
     ranks.same(fingerprint(path, {}, mtime=False), "weights")
-
-
-def _part_folder(path: Path, name: str, config: Config, ranks: Ranks) -> Path | None:
-    """Where this rank's part of the model's weights is: by the model's name, because each update
-    of a model on the hub has another directory. None for a rank alone."""
-    if ranks.size == 1:
-        return None
-    digest = fingerprint(path, versions() | {"mlxspec": __version__, "rank": str(ranks)})
-    stored = storage_name(name, Path("/", name))
-    return cache_of(config) / "parts" / stored / str(ranks.rank) / digest
 
 
 def _find_layout(

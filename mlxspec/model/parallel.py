@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 from mlx.nn import Module
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxspec.types import Json, RankLost, UnsupportedModel, UserError, line_of
 
@@ -41,8 +42,8 @@ HEADS += ["num_k_heads", "num_v_heads"]
 
 
 def split(model: Module, group: mx.distributed.Group) -> None:
-    """Keep this rank's part of a model's weights, which are not read yet, by mlx-lm's own shard().
-    Raises UnsupportedModel."""
+    """Keep this rank's part of a model's weights, by mlx-lm's own shard(); they are read once they
+    are evaluated, which all ranks have to do. Raises UnsupportedModel."""
     ranks = group.size()
     name = type(model).__module__
     if not hasattr(model, "shard"):
@@ -53,10 +54,27 @@ def split(model: Module, group: mx.distributed.Group) -> None:
             if count % ranks:
                 raise UnsupportedModel(f"{heads} = {count} cannot be split among {ranks} ranks")
     try:
+        _read_in_turn(model, group)
         model.shard(group)
     except Exception as error:  # the model's own code
         why = f"{name} cannot split this model among {ranks} ranks: {line_of(error)}"
         raise UnsupportedModel(why) from error
+
+
+def _read_in_turn(model: Module, group: mx.distributed.Group) -> None:
+    """Let one rank read each array from disk and send it to the others, once it is evaluated; all
+    ranks read about as many bytes. MLX reads an array of a file whole, however little is kept."""
+    read = [0] * group.size()
+    shared: list[tuple[str, Array]] = []
+    arrays: Any = tree_flatten(model.parameters())
+    for name, array in arrays:
+        reader = read.index(min(read))
+        read[reader] += array.nbytes
+        own = array if reader == group.rank() else mx.zeros_like(array)
+        # The order of the exchanges, whatever is evaluated first.
+        own = mx.depends([own], [each for _, each in shared[-1:]])[0]
+        shared.append((name, mx.distributed.all_sum(own, group=group, stream=mx.cpu)))
+    model.update(tree_unflatten(shared))
 
 
 class RankFailed(UnsupportedModel):

@@ -108,19 +108,6 @@ def test_recorded_answers_are_shown_and_deleted(root: Path) -> None:
     assert not work.parent.exists() and all(path.exists() for path in foreign)
 
 
-def test_weights_of_ranks_are_shown_and_deleted(root: Path) -> None:
-    parts = root.parent / "parts"
-    name = storage_name("a/model", root)
-    kept = parts / name / "0/digest/0.safetensors"
-    foreign = parts / "mine/0/digest/0.safetensors"
-    for path in (kept, foreign):
-        path.parent.mkdir(parents=True)
-        path.write_text("12345")
-    assert command("ls").output.endswith(f"parts/{name}: weights of ranks, 5 B\n")
-    assert "5 B freed; files deleted: 1\n" == command("clear", "--yes").output
-    assert not kept.exists() and foreign.exists()
-
-
 def test_a_server_goes_on_with_misses(root: Path) -> None:
     disk = fill(root, MODEL, "m", 2)
     assert command("clear", "--yes").exit_code == 0

@@ -65,15 +65,17 @@ def _read_in_turn(model: Module, group: mx.distributed.Group) -> None:
     """Let one rank read each array from disk and send it to the others, once it is evaluated; all
     ranks read about as many bytes. MLX reads an array of a file whole, however little is kept."""
     read = [0] * group.size()
-    shared: list[tuple[str, Array]] = []
+    shared = []
+    last: list[Array] = []
     arrays: Any = tree_flatten(model.parameters())
     for name, array in arrays:
         reader = read.index(min(read))
         read[reader] += array.nbytes
         own = array if reader == group.rank() else mx.zeros_like(array)
-        # The order of the exchanges, whatever is evaluated first.
-        own = mx.depends([own], [each for _, each in shared[-1:]])[0]
-        shared.append((name, mx.distributed.all_sum(own, group=group, stream=mx.cpu)))
+        # All ranks exchange in this order, whatever is evaluated first.
+        given = mx.depends([own], last)
+        last = [mx.distributed.all_sum(given[0], group=group, stream=mx.cpu)]
+        shared.append((name, last[0]))
     model.update(tree_unflatten(shared))
 
 

@@ -45,7 +45,7 @@ from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import RejectedRequest, TooLong
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.json_schema import checked_lark, checked_schema
-from mlxspec.training.run import Training
+from mlxspec.training.run import resume
 from mlxspec.training.samples import SampleFile
 from tests.heads import kinds
 from tests.schemas import schemas
@@ -715,7 +715,7 @@ def state_of(file: Path) -> None:
     trainer: Any = SimpleNamespace(resume=lambda tensors: None)
     for content in (data, len(data).to_bytes(8, "little") + data):
         file.with_name("state.safetensors").write_bytes(content)
-        Training([], [], 1, "", file.with_name("state.safetensors"))._resume(trainer)
+        resume(trainer, file.with_name("state.safetensors"), "")
 
 
 def head_of(file: Path) -> None:

@@ -3,10 +3,9 @@
 Rule: a running server comes first: while it has a request, no step is made here.
 """
 
-import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,24 +18,23 @@ from mlxspec.types import Json, OutOfMemory, Request, Sampling, UserError, line_
 
 blas.load()
 
-from mlxspec.commands.bench import Task, prompt_of, run_group  # noqa: E402  after BLAS
+from mlxspec.commands.bench import Task, prompt_of  # noqa: E402  after BLAS
 from mlxspec.engine import memory  # noqa: E402
-from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import release_memory  # noqa: E402
 from mlxspec.model.hub import cache_of, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
-from mlxspec.training.collect import PARALLEL, Prompt, collect  # noqa: E402
+from mlxspec.training.collect import answers_to, collect  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
 from mlxspec.training.run import (  # noqa: E402
     MADE,
-    Training,
     drop_others,
     install,
     known_head,
     load_taught,
     new_head,
+    run,
     save_head,
 )
 from mlxspec.training.samples import (  # noqa: E402
@@ -47,18 +45,26 @@ from mlxspec.training.samples import (  # noqa: E402
     held_out,
     key_of,
     pieces,
+    up_to,
 )
 from mlxspec.training.target import Target  # noqa: E402
-from mlxspec.training.trainer import LENGTH, ROWS, Trainer, vocabulary_of, windows  # noqa: E402
+from mlxspec.training.trainer import (  # noqa: E402
+    LENGTH,
+    Trainer,
+    batches,
+    vocabulary_of,
+    windows,
+)
 
+PARALLEL = 32  # answers at a time
+ANSWER = 256  # most tokens of an answer
 CONTEXT = 4 * LENGTH  # of a prompt and its answer
 WARM = 0.7  # temperature of every second answer
-ROWS_PER_TOKEN = 1.5  # with prompts and padding; of answers to our prompts it is 1.4
+MASK = 0xFFFFFFFF  # of a seed
 KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something: NOTES.md
 VOCABULARY = 16_384  # of a new head
 ASK_S = 1.0  # between two questions to the server
 MEASURED = 32  # held-out windows
-TRIED = 8  # tokens of each answer that is timed
 COMPARED, COMPARED_TOKENS = 8, 96  # held-out prompts at the end, most tokens of each answer
 
 
@@ -137,73 +143,74 @@ def _train(
 ) -> list[Sample]:
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""
+    _new_trainer(model, options, [], 1)  # what does not fit is refused before hours of answers
     texts = pieces(Path(options.data)) if options.data else []
-    learned, measured = _own_samples(model, options, texts)
-    trainer, _, before = _new_trainer(model, options, learned, 1)
+    samples = list(up_to(options.tokens // 2, _own_samples(model, texts)))
+    wanted = options.tokens - sum(len(sample) for _, sample in samples)
+    samples += _answers(model, texts, wanted, work / "answers.jsonl", server)
+    learned = [sample for subject, sample in samples if not held_out(subject)]
+    measured = [sample for subject, sample in samples if held_out(subject)]
+    if not learned or not measured:
+        raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
+    plan = batches(windows(learned), options.epochs)
+    trainer, config, before = _new_trainer(model, options, learned, len(plan))
     before.pop("begins_as", None)  # one step back is enough
     size = len(trainer.target.drafted)
     print(f"{'going on with the head that is there' if before else 'a new head'}, of {size} tokens")
-    server.wait()
-    seconds = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
-    del trainer
-    wanted = options.tokens - sum(map(len, learned))
-    prompts = _prompts(model.tokenizer, texts)
-    file = SampleFile(work / "answers.jsonl", model.info.vocab)
-    answers = _answers(model, prompts, wanted, file, server, seconds)
-    for prompt in prompts:
-        if prompt.key in answers:
-            (measured if prompt.held_out else learned).append(answers[prompt.key])
-    if not learned or not measured:
-        raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
+    print(f"training on {sum(map(len, learned))} tokens in {len(plan)} steps")
+    load_weights(trainer.target.model)
     about = {"model": model.name, **asdict(options), "vocabulary": size, "begins_as": before}
-    training = Training(
-        windows(learned),
-        windows(measured)[:MEASURED],
-        options.epochs,
-        json.dumps(about),
-        work / "state.safetensors",
-    )
-    trainer, config, _ = _new_trainer(model, options, learned, len(training.plan))
-    print(f"training on {sum(map(len, learned))} tokens in {len(training.plan)} steps")
-    kept = training.run(trainer, server.wait)
+    state, held = work / "state.safetensors", windows(measured)[:MEASURED]
+    kept = run(trainer, plan, held, state, about, server.wait)
     save_head(trainer, config, made, about | {"kept": kept})
     return measured[:COMPARED]
 
 
 def _own_samples(
-    model: ResolvedModel, options: Options, texts: Sequence[tuple[str, str]]
-) -> tuple[list[Sample], list[Sample]]:
-    """Answers that were recorded, the newest first, and the user's texts, up to half of what is to
-    be learned; and the recorded answers that are held out."""
-    learned: list[Sample] = []
-    measured: list[Sample] = []
-    left = options.tokens // 2
+    model: ResolvedModel, texts: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, Sample]]:
+    """Answers that were recorded, the newest first, and the user's texts but those held out; each
+    after its subject."""
     folder = cache_of(model.config) / "answers"
     for sample in reversed(recorded(folder, model.path, model.info.vocab)):
-        if left > 0:
-            (measured if held_out(str(sample.tokens)) else learned).append(sample)
-            left -= len(sample)
+        yield str(sample.tokens), sample
     for name, text in texts:
-        if left > 0 and not held_out(name):
-            learned.append(Sample(encode(model.tokenizer, text), 1))
-            left -= len(learned[-1])
-    return learned, measured
+        if not held_out(name):
+            yield name, Sample(encode(model.tokenizer, text), 1)
 
 
-def _prompts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Prompt]:
-    """What the model is to answer: questions about the user's texts and general prompts in turn."""
-    prompts = [_prompt(tokenizer, *each) for each in general_prompts()]
-    about = [_prompt(tokenizer, *each) for each in file_prompts(texts)]
-    turns = zip(about, prompts, strict=False)
-    prompts = [prompt for pair in turns for prompt in pair] + prompts[len(about) :]
-    return [p for p in prompts if len(p.tokens) < CONTEXT // 2]
+def _answers(
+    model: ResolvedModel,
+    texts: Sequence[tuple[str, str]],
+    wanted: int,
+    file: Path,
+    server: Server,
+) -> list[tuple[str, Sample]]:
+    """The model's answers, each after its subject, to questions about the user's texts and to
+    general prompts in turn. What `file` keeps is not answered again."""
+    general, about = general_prompts(), file_prompts(texts)
+    turns = zip(about, general, strict=False)
+    asked = [each for pair in turns for each in pair] + general[len(about) :]
+    prompts = [(subject, _request(text, model.tokenizer)) for subject, text in asked]
+    prompts = [(subject, p) for subject, p in prompts if len(p.prompt) < CONTEXT // 2]
+    release_memory()  # of the trainer
+    server.wait()
+    engine, _ = model.load()
+    known = SampleFile(file, model.info.vocab)
+    found = []
+    with progress("Answering prompts") as report:
+        for each in up_to(wanted, collect(engine, prompts, known, server.wait)):
+            found.append(each)
+            report(sum(len(sample) for _, sample in found), wanted)
+    return found
 
 
-def _prompt(tokenizer: Tokenizer, subject: str, text: str) -> Prompt:
+def _request(text: str, tokenizer: Tokenizer) -> Request:
     key = key_of(text)
-    ids = prompt_of(Task(key, text), tokenizer)
-    temperature = 0.0 if int(key, 16) % 2 else WARM
-    return Prompt(key, ids, temperature, held_out(subject))
+    number = int(key, 16)
+    sampling = Sampling(0.0 if number % 2 else WARM, seed=number & MASK)
+    prompt = prompt_of(Task(key, text), tokenizer)
+    return Request(key, prompt, ANSWER, sampling, frozenset(tokenizer.eos_token_ids))
 
 
 def _new_trainer(
@@ -229,66 +236,26 @@ def _new_trainer(
             " close other programs, or unload the server's models with mlxspec stop",
             need=need,
         )
-    load_weights(module)
     return trainer, files.config, read_json(files.path / MADE)
-
-
-def _seconds_per_row(trainer: Trainer) -> float:
-    """Of training, by two steps that are made."""
-    sample = Sample([n % trainer.target.vocab for n in range(LENGTH)], 1)
-    with progress("Measuring a step") as report:
-        for done in range(2):  # the first compiles
-            report(done, 2)
-            began = time.perf_counter()
-            trainer.step([sample for _ in range(ROWS // LENGTH)])
-    return (time.perf_counter() - began) / ROWS
-
-
-def _answers(
-    model: ResolvedModel,
-    prompts: list[Prompt],
-    wanted: int,
-    file: SampleFile,
-    server: Server,
-    training: float,
-) -> dict[str, Sample]:
-    """Let the model answer the prompts, as far as that was not done before; says how long that and
-    `training`, in seconds, will take."""
-    release_memory()  # the trainer that was timed
-    engine, _ = model.load()
-    left = max(0, wanted - sum(map(len, file.read().values())))
-    server.wait()
-    seconds = left * _seconds_per_token(engine), training
-    minutes = [f"{each / 60:.0f} min" for each in seconds]
-    print(f"time: about {minutes[0]} to answer prompts and {minutes[1]} to train; Ctrl-C stops")
-    with progress("Answering prompts") as report:
-        stops = frozenset(model.tokenizer.eos_token_ids)
-        return collect(engine, prompts, stops, file, wanted, report, server.wait)
-
-
-def _seconds_per_token(engine: Engine) -> float:
-    """Of PARALLEL answers at a time."""
-    requests = [Request(f"try-{n}", (n + 1, n + 2), TRIED) for n in range(PARALLEL)]
-    began = time.perf_counter()
-    run_group(engine, engine.proposer, requests)
-    return (time.perf_counter() - began) / (PARALLEL * TRIED)
 
 
 def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[[], None]) -> float:
     """Of greedy answers to the prompts of samples, with what drafts by these settings."""
     release_memory()
-    model = resolve_model(replace(config, speculate="on", cache_gb=0.0, context=CONTEXT))
+    config = replace(config, speculate="on", cache_gb=0.0, context=CONTEXT, max_sequences=1)
+    model = resolve_model(config)
     wait()  # what drafting costs is measured at the load
     engine, _ = model.load()
     stops = frozenset(model.tokenizer.eos_token_ids)
+    requests: list[Request] = []
+    for sample in samples:
+        prompt = tuple(sample.tokens[: sample.first][-CONTEXT // 2 :])
+        name = str(len(requests))
+        requests.append(Request(name, prompt, COMPARED_TOKENS, Sampling(0.0), stops))
     tokens = rounds = 0
     with progress("Comparing") as report:
-        for done, sample in enumerate(samples):
-            report(done, len(samples))
-            wait()
-            prompt = tuple(sample.tokens[: sample.first][-CONTEXT // 2 :])
-            request = Request("held-out", prompt, COMPARED_TOKENS, Sampling(0.0), stops)
-            answer = run_group(engine, engine.proposer, [request])[request.id]
-            tokens += sum(len(output.tokens) for _, output in answer)
-            rounds += answer[-1][1].rounds
+        for _, answer, last in answers_to(engine, requests, wait):
+            tokens += len(answer)
+            rounds += last.rounds
+            report(tokens, COMPARED_TOKENS * len(requests))
     return tokens / rounds

@@ -1,78 +1,52 @@
 """Lets the model answer prompts, many at a time, through the engine that serves.
 
-Rule: prompts are answered in their order until the answers are long enough together. An answer is
-kept when it ends, so a run that was stopped goes on with the next one.
+Rule: answers are handed out in the order of their prompts, and kept when they end, so a run that
+was stopped goes on with the next one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from mlxspec.engine.engine import Engine
-from mlxspec.progress import Report
 from mlxspec.training.samples import Sample, SampleFile
-from mlxspec.types import Request, Sampling
-
-PARALLEL = 32  # answers at a time
-ANSWER = 256  # most tokens of an answer
-MASK = 0xFFFFFFFF  # of a seed
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids to answer; `key` names it in the file of answers."""
-
-    key: str
-    tokens: tuple[int, ...]
-    temperature: float
-    held_out: bool
+from mlxspec.types import Output, Request
 
 
 def collect(
     engine: Engine,
-    prompts: Sequence[Prompt],
-    stop_tokens: frozenset[int],
+    prompts: Sequence[tuple[str, Request]],
     file: SampleFile,
-    wanted: int,
-    report: Report,
     wait: Callable[[], None],
-) -> dict[str, Sample]:
-    """The first answers that have `wanted` tokens together, or all, by their prompts' keys. `wait`
-    is called before each step. Raises OSError."""
+) -> Iterator[tuple[str, Sample]]:
+    """The answer to each prompt, with the subject before it; those in `file` are not asked for
+    again. Raises OSError."""
     known = file.read()
-    running: dict[str, tuple[Prompt, list[int]]] = {}
-    while True:
-        for prompt in _needed(prompts, known, wanted):
-            if len(running) == PARALLEL:
-                break
-            if prompt.key in known or prompt.key in running:
-                continue
-            running[prompt.key] = prompt, []
-            sampling = Sampling(prompt.temperature, seed=int(prompt.key, 16) & MASK)
-            engine.add(Request(prompt.key, prompt.tokens, ANSWER, sampling, stop_tokens))
-        if not running:
-            return {p.key: known[p.key] for p in _needed(prompts, known, wanted)}
-        report(min(sum(map(len, known.values())), wanted), wanted)
+    missing = {prompt.id: prompt for _, prompt in prompts if prompt.id not in known}
+    answers = answers_to(engine, missing.values(), wait)
+    for subject, prompt in prompts:
+        while prompt.id not in known:
+            request, new, _ = next(answers)
+            known[request.id] = Sample([*request.prompt, *new], len(request.prompt))
+            file.append(request.id, known[request.id])
+        yield subject, known[prompt.id]
+
+
+def answers_to(
+    engine: Engine,
+    requests: Collection[Request],
+    wait: Callable[[], None],
+) -> Iterator[tuple[Request, list[int], Output]]:
+    """Each request when it ends, with the tokens of its answer and its last output. `wait` is
+    called before each step."""
+    running: dict[str, tuple[Request, list[int]]] = {}
+    for request in requests:
+        running[request.id] = request, []
+        engine.add(request)
+    while engine.busy:
         wait()
         for output in engine.step():
-            prompt, new = running[output.request]
-            new += output.tokens
+            request, tokens = running[output.request]
+            tokens += output.tokens
             if output.finish == "error":
                 raise RuntimeError(f"an answer failed: {output.error}")
             if output.finish:
-                del running[output.request]
-                known[prompt.key] = Sample([*prompt.tokens, *new], len(prompt.tokens))
-                file.append(prompt.key, known[prompt.key])
-
-
-def _needed(
-    prompts: Sequence[Prompt],
-    known: Mapping[str, Sample],
-    wanted: int,
-) -> Iterator[Prompt]:
-    """The first prompts, until those of them that are answered have `wanted` tokens together."""
-    tokens = 0
-    for prompt in prompts:
-        if tokens >= wanted:
-            return
-        yield prompt
-        tokens += len(known.get(prompt.key, ()))
+                yield request, tokens, output

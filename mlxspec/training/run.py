@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxspec import log
 from mlxspec.files import read_json, write_atomic
 from mlxspec.progress import progress
 from mlxspec.speculate.heads import load_head, read_weights
@@ -27,8 +27,8 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.training.eagle import eagle_config, eagle_tensors
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
-from mlxspec.training.trainer import Trainer, batches
-from mlxspec.types import Json, line_of
+from mlxspec.training.trainer import Trainer
+from mlxspec.types import Json
 
 MADE = "training.json"  # beside a head: of what it was made
 SAVE_S = 60.0  # between two saves of the state, at least
@@ -66,74 +66,55 @@ def load_taught(target: Target, files: HeadFiles) -> HeadModel:
     return head
 
 
-class Training:
-    """The steps of a training with these options: a batch for each, in an order that is the same
-    every time."""
+def run(
+    trainer: Trainer,
+    plan: Sequence[Sequence[Sample]],
+    held_out: Sequence[Sample],
+    state: Path,
+    about: Json,
+    wait: Callable[[], None],
+) -> list[float]:
+    """Make the steps of a plan, a batch for each, from those on that `state` keeps. `about` tells
+    this training from others. Returns what `measure` says of held-out samples at the end. Raises
+    OSError."""
+    tokens = json.dumps([about, *(s.tokens for batch in plan for s in batch)])
+    digest = blake2b(tokens.encode()).hexdigest()
+    if state.exists():
+        resume(trainer, state, digest)
+    due = time.monotonic() + SAVE_S
+    try:
+        with progress("Training") as report:
+            while trainer.done < len(plan):
+                wait()
+                loss = trainer.step(plan[trainer.done])
+                report(trainer.done, len(plan))
+                if trainer.done % max(1, len(plan) // MEASURES) == 0:
+                    kept = 1 + sum(trainer.measure(held_out))
+                    print(
+                        f"step {trainer.done} of {len(plan)}: loss {loss:.2f},"
+                        f" {kept:.2f} tokens a round on held-out answers",
+                        flush=True,
+                    )
+                if time.monotonic() > due:
+                    began = time.monotonic()
+                    write_tensors(state, trainer.state(), {"samples": digest})
+                    ended = time.monotonic()
+                    due = ended + max(SAVE_S, SAVE_PART * (ended - began))
+    finally:
+        write_tensors(state, trainer.state(), {"samples": digest})
+    return trainer.measure(held_out)
 
-    def __init__(
-        self,
-        learned: Sequence[Sample],
-        held_out: Sequence[Sample],
-        epochs: int,
-        options: str,
-        state: Path,
-    ) -> None:
-        self.plan = [b for epoch in range(epochs) for b in batches(learned, str(epoch))]
-        self.held_out = held_out
-        self.state = state
-        tokens = json.dumps([options, *(s.tokens for batch in self.plan for s in batch)])
-        self.digest = blake2b(tokens.encode()).hexdigest()
 
-    def run(self, trainer: Trainer, wait: Callable[[], None]) -> list[float]:
-        """Go on from the saved state, or begin. Returns what `measure` says of held-out samples at
-        the end. Raises OSError."""
-        self._resume(trainer)
-        due = time.monotonic() + SAVE_S
-        found = None
-        try:
-            with progress("Training") as report:
-                while trainer.done < len(self.plan):
-                    wait()
-                    loss = trainer.step(self.plan[trainer.done])
-                    report(trainer.done, len(self.plan))
-                    found = None
-                    if trainer.done % max(1, len(self.plan) // MEASURES) == 0:
-                        found = self._measured(trainer, loss)
-                    if time.monotonic() > due:
-                        began = time.monotonic()
-                        self._save(trainer)
-                        ended = time.monotonic()
-                        due = ended + max(SAVE_S, SAVE_PART * (ended - began))
-        finally:
-            self._save(trainer)
-        return found or trainer.measure(self.held_out)
-
-    def _measured(self, trainer: Trainer, loss: float) -> list[float]:
-        found = trainer.measure(self.held_out)
-        print(
-            f"step {trainer.done} of {len(self.plan)}: loss {loss:.2f},"
-            f" {1 + sum(found):.2f} tokens a round on held-out answers",
-            flush=True,
-        )
-        return found
-
-    def _save(self, trainer: Trainer) -> None:
-        write_tensors(self.state, trainer.state(), {"samples": self.digest})
-
-    def _resume(self, trainer: Trainer) -> None:
-        """Go on from a saved state, if it is of the same steps and whole."""
-        if not self.state.exists():
+def resume(trainer: Trainer, state: Path, digest: str) -> None:
+    """Go on from a saved state, if it is whole and of the training with this digest."""
+    with suppress(RuntimeError, ValueError):  # MLX's, of a damaged file
+        found: Any = mx.load(str(state), return_metadata=True)
+        tensors, about = found
+        if about.get("samples") == digest:
+            trainer.resume(tensors)
+            print(f"going on after step {trainer.done}")
             return
-        try:
-            found: Any = mx.load(str(self.state), return_metadata=True)
-            tensors, about = found
-            if about.get("samples") == self.digest:
-                trainer.resume(tensors)
-                print(f"going on after step {trainer.done}")
-                return
-        except (RuntimeError, ValueError) as error:
-            log.warning("the saved training cannot be read: %s", line_of(error))
-        print("starting again: the options, what there is to learn from, or the head have changed")
+    print("starting again: the options, what there is to learn from, or the head have changed")
 
 
 def write_tensors(path: Path, tensors: dict[str, mx.array], about: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ Rule: samples have a fixed order, so that the same settings train on the same on
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import product
@@ -32,6 +32,15 @@ class Sample:
     def __len__(self) -> int:
         """How many tokens there are to learn."""
         return len(self.tokens) - self.first
+
+
+def up_to(wanted: int, samples: Iterable[tuple[str, Sample]]) -> Iterator[tuple[str, Sample]]:
+    """The first samples, each after its subject, until `wanted` tokens are to be learned."""
+    for subject, sample in samples:
+        yield subject, sample
+        wanted -= len(sample)
+        if wanted <= 0:
+            return
 
 
 class SampleFile:

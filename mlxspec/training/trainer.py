@@ -42,14 +42,11 @@ def windows(samples: Sequence[Sample]) -> list[Sample]:
     return found
 
 
-def batches(
-    samples: Sequence[Sample],
-    seed: str,
-) -> list[list[Sample]]:
-    """All samples in batches of similar length: the same ones for every seed, in an order of its
-    own."""
+def batches(samples: Sequence[Sample], epochs: int = 1) -> list[list[Sample]]:
+    """All samples in batches of similar length, in each epoch in another order."""
     order = list(samples)
-    random.Random("batches").shuffle(order)
+    rng = random.Random("batches")
+    rng.shuffle(order)
     order.sort(key=lambda s: len(s.tokens) // SIMILAR)
     made: list[list[Sample]] = []
     for sample in order:
@@ -57,8 +54,7 @@ def batches(
         if not made or (len(made[-1]) + 1) * longest > ROWS:
             made.append([])
         made[-1].append(sample)
-    random.Random(seed).shuffle(made)
-    return made
+    return [batch for _ in range(epochs) for batch in rng.sample(made, len(made))]
 
 
 class Trainer:
@@ -103,7 +99,7 @@ class Trainer:
         target's likeliest ones."""
         right: defaultdict[int, float] = defaultdict(float)
         tried = 0.0
-        for group in batches(samples, "held out"):
+        for group in batches(samples):
             batch = self.target.batch(group)
             best = batch.teacher.argmax(axis=-1)
             alive: Any = 1

@@ -8,10 +8,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import Training, load_taught, new_head
+from mlxspec.training.run import load_taught, new_head, run
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
-from mlxspec.training.trainer import Trainer, vocabulary_of
+from mlxspec.training.trainer import Trainer, batches, vocabulary_of
 from tests.heads import kinds
 from tests.training import pair
 
@@ -45,10 +45,10 @@ def test_it_learns_as_much_as_a_head_that_was_trained_at_length(
 
     vocabulary = vocabulary_of(learned, len(own.drafted), own.vocab)
     made = load_taught(own, new_head(own, vocabulary))
-    training = Training(learned, held_out, EPOCHS, "", tmp_path / "state.safetensors")
-    trainer = Trainer(made, own, len(training.plan))
+    plan = batches(learned, EPOCHS)
+    trainer = Trainer(made, own, len(plan))
     before = trainer.measure(held_out)
-    after = training.run(trainer, lambda: None)
+    after = run(trainer, plan, held_out, tmp_path / "state.safetensors", {}, lambda: None)
     print(f"kept {before} before, {after} after, {expected} by the other head")
     assert before[0] < 0.1
     assert after[0] >= 0.9 * expected[0]

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import Training, drop_others, install, load_taught, new_head, save_head
+from mlxspec.training.run import drop_others, install, load_taught, new_head, run, save_head
 from mlxspec.training.samples import Sample
 from mlxspec.training.trainer import LENGTH, ROWS, Trainer, batches, vocabulary_of, windows
 from tests.heads import kinds
@@ -28,16 +28,24 @@ SAMPLES = [
 ]
 
 
-def training(state: Path, epochs: int = 2) -> tuple[Trainer, Training]:
+def nothing() -> None:
+    """In the place of waiting for a server."""
+
+
+def start(epochs: int = 2) -> tuple[Trainer, list[list[Sample]]]:
     own = pair.target()
     mx.random.seed(0)
     head = load_taught(own, new_head(own, pair.VOCABULARY))
-    made = Training(SAMPLES[1:], SAMPLES[:1], epochs, "", state)
-    return Trainer(head, own, len(made.plan)), made
+    plan = batches(SAMPLES[1:], epochs)
+    return Trainer(head, own, len(plan)), plan
 
 
-def nothing() -> None:
-    """In the place of waiting for a server."""
+def trained(state: Path, epochs: int = 2, wait: Callable[[], None] = nothing) -> Trainer:
+    """After all steps, or as many as `wait` lets it make."""
+    trainer, plan = start(epochs)
+    run(trainer, plan, SAMPLES[:1], state, {}, wait)
+    assert trainer.done == len(plan)
+    return trainer
 
 
 def stop_after(steps: int) -> Callable[[], None]:
@@ -59,26 +67,20 @@ def assert_equal(one: Trainer, other: Trainer) -> None:
 
 
 def test_a_training_that_was_stopped_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole, made = training(tmp_path / "whole.safetensors", epochs=3)
-    assert len(made.plan) >= 3
-    made.run(whole, nothing)
-    for _ in range(len(made.plan) - 1):
-        trainer, made = training(tmp_path / "stopped.safetensors", epochs=3)
+    whole = trained(tmp_path / "whole.safetensors", epochs=3)
+    assert whole.done >= 3
+    for _ in range(whole.done - 1):
         with pytest.raises(KeyboardInterrupt):
-            made.run(trainer, stop_after(1))
-    trainer, made = training(tmp_path / "stopped.safetensors", epochs=3)
-    made.run(trainer, nothing)
-    assert trainer.done == len(made.plan)
-    assert_equal(trainer, whole)
+            trained(tmp_path / "stopped.safetensors", epochs=3, wait=stop_after(1))
+    assert_equal(trained(tmp_path / "stopped.safetensors", epochs=3), whole)
 
 
 def test_a_step_that_was_made_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C comes while MLX computes."""
-    whole, made = training(tmp_path / "whole.safetensors")
-    made.run(whole, nothing)
-    trainer, made = training(tmp_path / "stopped.safetensors")
+    whole = trained(tmp_path / "whole.safetensors")
+    trainer, plan = start()
     evaluate = mx.eval
 
     def interrupted(*arrays: object) -> None:
@@ -89,31 +91,23 @@ def test_a_step_that_was_made_is_not_made_again(
 
     monkeypatch.setattr(mx, "eval", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        made.run(trainer, nothing)
-    trainer, made = training(tmp_path / "stopped.safetensors")
-    made.run(trainer, nothing)
-    assert_equal(trainer, whole)
+        run(trainer, plan, SAMPLES[:1], tmp_path / "stopped.safetensors", {}, nothing)
+    assert_equal(trained(tmp_path / "stopped.safetensors"), whole)
 
 
 def test_a_state_of_another_training_is_not_used(tmp_path: Path) -> None:
     """Of other samples, or damaged."""
     state = tmp_path / "state.safetensors"
-    trainer, made = training(state)
-    made.run(trainer, nothing)
-    fresh, other = training(state, epochs=1)
-    assert other.digest != made.digest
-    other.run(fresh, nothing)
-    assert fresh.done == len(other.plan)
+    trained(state)
+    fresh = trained(state, epochs=1)
+    assert_equal(fresh, trained(tmp_path / "other.safetensors", epochs=1))
     state.write_bytes(state.read_bytes()[:-99])
-    again, other = training(state, epochs=1)
-    other.run(again, nothing)
-    assert_equal(again, fresh)
+    assert_equal(trained(state, epochs=1), fresh)
 
 
 def test_a_trained_head_is_read_as_a_published_one(tmp_path: Path) -> None:
     """By the tensors of its directory; what it drafts is what was trained."""
-    trainer, made = training(tmp_path / "state.safetensors")
-    made.run(trainer, nothing)
+    trainer = trained(tmp_path / "state.safetensors")
     config = new_head(pair.target(), pair.VOCABULARY).config
     save_head(trainer, config, tmp_path / "head", {"tokens": 1})
     found = find_head(tmp_path / "head")
@@ -208,14 +202,14 @@ def test_windows_hold_what_is_to_be_learned() -> None:
 
 def test_batches_hold_every_sample_once(tmp_path: Path) -> None:
     samples = [Sample(list(range(2 + 7 * n % 500)), 1) for n in range(300)]
-    for seed in ("0", "1"):
-        made = batches(samples, seed)
+    both = batches(samples, 2)
+    epochs = both[: len(both) // 2], both[len(both) // 2 :]
+    for made in epochs:
         assert sorted(len(s.tokens) for b in made for s in b) == sorted(
             len(s.tokens) for s in samples
         )
         assert all(len(b) * max(len(s.tokens) for s in b) <= ROWS for b in made if len(b) > 1)
-        assert made == batches(samples, seed)
-    assert batches(samples, "0") != batches(samples, "1")
+    assert epochs[0] == batches(samples) != epochs[1]
 
 
 def test_the_drafted_tokens_are_the_most_frequent_ones() -> None:

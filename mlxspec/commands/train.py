@@ -14,7 +14,7 @@ from mlxspec.config import Config
 from mlxspec.files import format_size, lock, read_json
 from mlxspec.progress import progress
 from mlxspec.service.status import get_status
-from mlxspec.types import Json, OutOfMemory, Request, Sampling, UserError, line_of
+from mlxspec.types import OutOfMemory, Request, Sampling, UserError, line_of
 
 blas.load()
 
@@ -24,8 +24,10 @@ from mlxspec.engine.models import release_memory  # noqa: E402
 from mlxspec.model.hub import cache_of, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
+from mlxspec.speculate.heads.files import HeadFiles  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
 from mlxspec.training.collect import answers_to, collect  # noqa: E402
+from mlxspec.training.eagle import new_head  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
 from mlxspec.training.run import (  # noqa: E402
     MADE,
@@ -33,7 +35,6 @@ from mlxspec.training.run import (  # noqa: E402
     install,
     known_head,
     load_taught,
-    new_head,
     run,
     save_head,
 )
@@ -153,7 +154,8 @@ def _train(
     if not learned or not measured:
         raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
     plan = batches(windows(learned), options.epochs)
-    trainer, config, before = _new_trainer(model, options, learned, len(plan))
+    trainer, files = _new_trainer(model, options, learned, len(plan))
+    before = read_json(files.path / MADE)  # of an earlier head, else {}
     before.pop("begins_as", None)  # one step back is enough
     size = len(trainer.target.drafted)
     print(f"{'going on with the head that is there' if before else 'a new head'}, of {size} tokens")
@@ -162,7 +164,7 @@ def _train(
     about = {"model": model.name, **asdict(options), "vocabulary": size, "begins_as": before}
     state, held = work / "state.safetensors", windows(measured)[:MEASURED]
     kept = run(trainer, plan, held, state, about, server.wait)
-    save_head(trainer, config, made, about | {"kept": kept})
+    save_head(trainer, files, made, about | {"kept": kept})
     return measured[:COMPARED]
 
 
@@ -215,11 +217,10 @@ def _request(text: str, tokenizer: Tokenizer) -> Request:
 
 def _new_trainer(
     model: ResolvedModel, options: Options, learned: Sequence[Sample], steps: int
-) -> tuple[Trainer, Json, Json]:
-    """The trainer of the head that was trained before, or of a new one; the head's config.json; and
-    the training.json of an earlier head, else {}. Says what memory training takes before the
-    model's weights are read. Raises OutOfMemory, and UnsupportedModel where no head can read the
-    model."""
+) -> tuple[Trainer, HeadFiles]:
+    """The trainer of the head that was trained before, or of a new one, and the head's files. Says
+    what memory training takes before the model's weights are read. Raises OutOfMemory, and
+    UnsupportedModel where no head can read the model."""
     release_memory()  # of an engine before it
     module, config = load(model.path)
     target = Target(module, model.name, config)
@@ -236,7 +237,7 @@ def _new_trainer(
             " close other programs, or unload the server's models with mlxspec stop",
             need=need,
         )
-    return trainer, files.config, read_json(files.path / MADE)
+    return trainer, files
 
 
 def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[[], None]) -> float:
@@ -247,11 +248,11 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     wait()  # what drafting costs is measured at the load
     engine, _ = model.load()
     stops = frozenset(model.tokenizer.eos_token_ids)
-    requests: list[Request] = []
-    for sample in samples:
-        prompt = tuple(sample.tokens[: sample.first][-CONTEXT // 2 :])
-        name = str(len(requests))
-        requests.append(Request(name, prompt, COMPARED_TOKENS, Sampling(0.0), stops))
+    prompts = [tuple(sample.tokens[: sample.first]) for sample in samples]
+    requests = [
+        Request(str(n), prompt, COMPARED_TOKENS, Sampling(0.0), stops)
+        for n, prompt in enumerate(prompts)
+    ]
     tokens = rounds = 0
     with progress("Comparing") as report:
         for _, answer, last in answers_to(engine, requests, wait):

@@ -4,59 +4,119 @@ It starts as the target's last layer, which reads the hidden state before that l
 weights it would need many times as many answers.
 """
 
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from mlxspec.model.layers import decoder_layer
+from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.eagle import AUX_LAYERS
+from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.training.target import Batch, Target
 from mlxspec.types import Json
 
 CHAIN = 4  # tokens of a draft that is trained on
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_traditional")
+START = 0.02  # standard deviation of weights that start at random
 
 
-def eagle_config(
-    target: Target,
-    vocabulary: Sequence[int],
-) -> Json:
-    """config.json of a head that drafts the tokens `vocabulary`."""
+def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
+    """A head that drafts the tokens `vocabulary`, before it has learned."""
+    size, config = target.width, _config(target, len(vocabulary))
+    layer = _last_layer(target, config["transformer_layer_config"])
+    for part in ("q_proj", "k_proj", "v_proj"):
+        name = f"self_attn.{part}.weight"
+        layer[name] = mx.pad(layer[name], [(0, 0), (size, 0)])  # nothing of the embedding yet
+    layer["hidden_norm.weight"] = layer["input_layernorm.weight"]
+    layer["input_layernorm.weight"] = mx.ones(size)
+    norm = _weight(target.trunk.get("norm", {}))
+    ids = mx.array(list(vocabulary))
+    tensors = {f"layers.0.{name}": array for name, array in layer.items()} | {
+        "fc.weight": mx.pad(mx.eye(size), [(0, 0), (2 * size, 0)]),  # the last hidden state
+        "norm.weight": mx.ones(size) if norm is None else norm,
+        "lm_head.weight": _weight(target.lm_head, ids),
+        "d2t": (ids - mx.arange(len(ids))).astype(mx.int64),
+        "t2d": mx.zeros((target.vocab,), mx.int32).at[ids].add(1).astype(mx.bool_),
+    }
+    return HeadFiles(Path(os.devnull), config, tensors=tensors)
+
+
+def _config(target: Target, drafted: int) -> Json:
+    """config.json of a head that drafts so many tokens: a layer like the target's own, in the
+    terms of a llama. It reads hidden states before three layers and passes the last one's on."""
+    known, size = target.config, target.width
+    heads = known.get("num_attention_heads") or max(1, size // 64)
+    wanted = known.get("intermediate_size")
+    wide = wanted if isinstance(wanted, int) else 3 * size  # else one for each layer
+    layer = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": size,
+        "vocab_size": target.vocab,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": known.get("num_key_value_heads") or heads,
+        "head_dim": known.get("head_dim") or size // heads,
+        "intermediate_size": min(wide, 4 * size),
+        "rms_norm_eps": known.get("rms_norm_eps") or 1e-6,
+        "max_position_embeddings": known.get("max_position_embeddings") or 8192,
+        **{name: known[name] for name in ROPE if known.get(name) is not None},
+    }
     return {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": len(vocabulary),
+        "draft_vocab_size": drafted,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": target.layer_config() | {"num_hidden_layers": 1},
+        "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": CHAIN - 1}],
-            "verifier": {
-                "name_or_path": target.name,
-                "architectures": target.config.get("architectures"),
-            },
+            "verifier": {"name_or_path": target.name, "architectures": known.get("architectures")},
         },
         "norm_before_residual": False,
         "norm_before_fc": False,
         "embed_requires_grad": False,
-        AUX_LAYERS: target.read_layers,
+        AUX_LAYERS: [2, target.layers // 2, target.layers - 1],
     }
 
 
-def eagle_tensors(
-    target: Target,
-    config: Json,
-) -> dict[str, mx.array]:
-    """Its weights before training, without lm_head."""
-    warm = target.last_layer(config["transformer_layer_config"])
-    for name in ("q_proj", "k_proj", "v_proj"):
-        narrow = warm[f"self_attn.{name}.weight"]
-        warm[f"self_attn.{name}.weight"] = mx.concatenate([mx.zeros_like(narrow), narrow], axis=1)
-    norm = warm["input_layernorm.weight"]
-    warm |= {"hidden_norm.weight": norm, "input_layernorm.weight": mx.ones_like(norm)}
-    return target.head_tensors() | {f"layers.0.{name}": array for name, array in warm.items()}
+def _last_layer(target: Target, config: Json) -> dict[str, mx.array]:
+    """Weights for a decoder layer with this config, by their names in it: those of the target's
+    last layer where they have the same shape, else random ones."""
+    last: Any = decoder_layers(target.model)[-1]
+    modules = dict(last.named_modules())
+    made: dict[str, mx.array] = {}
+    leaves: Any = tree_flatten(decoder_layer(config).parameters())
+    for name, own in leaves:
+        found = _weight(modules.get(name.removesuffix(".weight"), {}))
+        if found is not None and found.shape == own.shape:
+            made[name] = found
+        elif own.ndim == 1:
+            made[name] = mx.ones(own.shape)
+        else:
+            made[name] = mx.random.normal(own.shape, scale=START, key=mx.random.key(len(made)))
+    return made
+
+
+def _weight(module: Any, rows: Any = slice(None)) -> Any:
+    """What a module multiplies with, None if nothing: of a norm with all that is added to its
+    weight, of a matrix `rows`, dequantized."""
+    weight = module.get("weight")
+    if weight is None:
+        return None
+    if weight.ndim == 1:
+        signs = 1.0 - 2 * (mx.arange(len(weight)) % 2)  # what every kind of norm leaves as it is
+        return signs * module(signs[None])[0]
+    kind: Any = nn.QuantizedEmbedding if "scales" in module else nn.Embedding
+    return kind.__call__(module, rows)  # a Linear keeps its weight in the same way
 
 
 class Unrolled:
@@ -65,18 +125,20 @@ class Unrolled:
     ones only its own chain's."""
 
     def __init__(self) -> None:
-        self.keys: list[mx.array] = []
-        self.values: list[mx.array] = []
-        self.offset = 0
+        self.steps: list[tuple[mx.array, mx.array]] = []
+
+    @property
+    def offset(self) -> int:
+        return len(self.steps)
 
     def update_and_fetch(
         self,
         k: mx.array,
         v: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        self.keys.append(k)
-        self.values.append(v)
-        return mx.concatenate(self.keys, axis=2), mx.concatenate(self.values, axis=2)
+        self.steps.append((k, v))
+        keys = mx.concatenate([k for k, _ in self.steps], axis=2)
+        return keys, mx.concatenate([v for _, v in self.steps], axis=2)
 
     def make_mask(
         self,
@@ -99,8 +161,6 @@ def eagle_drafts(
     rows = batch.tokens.shape[1] - CHAIN
     hidden = head.prepare(batch.taps[:, :rows])
     for step in range(CHAIN):
-        for cache in caches:
-            cache.offset = step
         positions = mx.arange(rows) + step + 1
         hidden = module(head.embed(batch.tokens[:, positions]), hidden, caches)
         yield module.lm_head(module.normed(hidden)), positions

@@ -6,7 +6,6 @@ Rule: the head that is in use is replaced only by a whole one.
 
 import glob
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.eagle import load_eagle
 from mlxspec.speculate.heads.files import HeadFiles, find_head
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.training.eagle import eagle_config, eagle_tensors
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer
@@ -34,16 +32,6 @@ MADE = "training.json"  # beside a head: of what it was made
 SAVE_S = 60.0  # between two saves of the state, at least
 SAVE_PART = 50  # of the time, at most, goes into saving
 MEASURES = 8  # on held-out samples while it trains
-
-
-def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
-    """A head that drafts the tokens `vocabulary`, before it has learned."""
-    ids = mx.array(list(vocabulary))
-    config = eagle_config(target, vocabulary)
-    tensors = eagle_tensors(target, config)
-    tensors["lm_head.weight"] = target.lm_head_rows(ids)
-    tensors["d2t"] = ids - mx.arange(len(ids))
-    return HeadFiles(Path(os.devnull), config, tensors=tensors)
 
 
 def known_head(target: Target, path: Path, size: int | None) -> HeadFiles | None:
@@ -130,20 +118,13 @@ def write_tensors(path: Path, tensors: dict[str, mx.array], about: dict[str, str
         part.unlink(missing_ok=True)
 
 
-def save_head(
-    trainer: Trainer,
-    config: Json,
-    place: Path,
-    about: Json,
-) -> None:
-    """Write the head's files into a directory. Raises OSError."""
+def save_head(trainer: Trainer, files: HeadFiles, place: Path, about: Json) -> None:
+    """Write the files of a head, which began as `files`, into a directory. Raises OSError."""
     flat: Any = tree_flatten(trainer.head.module.parameters())
     tensors = {name: array.astype(mx.bfloat16) for name, array in flat}
-    ids = trainer.target.drafted
-    tensors["d2t"] = (ids - mx.arange(len(ids))).astype(mx.int64)
-    tensors["t2d"] = mx.zeros((trainer.target.vocab,), mx.int32).at[ids].add(1).astype(mx.bool_)
+    tensors |= {name: files.tensors[name] for name in ("d2t", "t2d")}
     write_tensors(place / "model.safetensors", tensors, {"format": "pt"})
-    for name, content in (("config.json", config), (MADE, about)):
+    for name, content in (("config.json", files.config), (MADE, about)):
         write_atomic(place / name, json.dumps(content, indent=2).encode() + b"\n")
 
 

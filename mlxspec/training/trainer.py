@@ -5,7 +5,7 @@ tokens count less (EAGLE-3, arXiv 2503.01840).
 """
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -97,7 +97,7 @@ class Trainer:
     def measure(self, samples: Sequence[Sample]) -> list[float]:
         """The share of drafts of held-out samples with more than 0, 1, ... right tokens: the
         target's likeliest ones."""
-        right: defaultdict[int, float] = defaultdict(float)
+        right = [0.0] * CHAIN
         tried = 0.0
         for group in batches(samples):
             batch = self.target.batch(group)
@@ -109,7 +109,7 @@ class Trainer:
                 same = logits.argmax(axis=-1) == best[:, positions]
                 alive = alive * same * batch.weight[:, positions]
                 right[i] += float(np.array(alive.sum()))
-        return [count / max(1.0, tried) for count in right.values()]
+        return [count / max(1.0, tried) for count in right]
 
     def _loss(
         self,
@@ -136,9 +136,9 @@ class Trainer:
         both precisions, its gradient and momentum; of each row logits in fp32, with gradients, and
         the hidden states inside the head."""
         flat: Any = tree_flatten(self.weights)
-        config = self.target.layer_config()
-        logits = 2 * len(self.head.module.lm_head.weight)
-        hidden = LAYER_ROWS * self.target.width + 3 * config["intermediate_size"]
+        module = self.head.module
+        logits = 2 * len(module.lm_head.weight)
+        hidden = LAYER_ROWS * self.target.width + 3 * len(module.layers[0].mlp.up_proj.weight)
         rows = ROWS * (CHAIN + 1) * (logits + hidden)
         weights = sum(w.nbytes for _, w in flat)
         return int(4 * weights + 4 * rows)
@@ -147,8 +147,9 @@ class Trainer:
 
     def state(self) -> dict[str, mx.array]:
         """All that a stopped training needs to go on."""
-        flat: Any = tree_flatten({"weights": self.weights, "optimizer": self.optimizer.state})
-        return dict(flat) | {"done": mx.array(self.done)}
+        own = {"weights": self.weights, "optimizer": self.optimizer.state}
+        flat: Any = tree_flatten(own | {"done": mx.array(self.done)})
+        return dict(flat)
 
     def resume(self, state: Mapping[str, mx.array]) -> None:
         tree: Any = tree_unflatten(sorted(state.items()))

@@ -16,7 +16,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.training.run import load_taught, new_head, save_head
+from mlxspec.training.eagle import new_head
+from mlxspec.training.run import load_taught, save_head
 from mlxspec.training.trainer import Trainer
 from tests.heads import kinds, make_more, packagings, runs
 from tests.heads.kinds import Config, Tensors
@@ -70,7 +71,7 @@ def learned(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     files = new_head(own, pair.VOCABULARY)
     trainer = Trainer(load_taught(own, files), own, 1)
     with tempfile.TemporaryDirectory() as name:
-        save_head(trainer, files.config, Path(name), {})
+        save_head(trainer, files, Path(name), {})
         found = dict(mx.load(f"{name}/model.safetensors"))
         mx.eval(found)
     return found, files.config

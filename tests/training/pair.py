@@ -12,14 +12,14 @@ from mlxspec.model.layout import load, load_weights
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.training.eagle import eagle_config, eagle_drafts, eagle_tensors
+from mlxspec.training import eagle
+from mlxspec.training.eagle import eagle_drafts
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from tests.heads import kinds, runs
 from tests.heads.packagings import save_head
 
 VOCABULARY = range(1, 640, 2)
-Tensors = dict[str, mx.array]
 
 
 def target() -> Target:
@@ -29,20 +29,11 @@ def target() -> Target:
     return Target(model, "tiny", config)
 
 
-def whole(own: Target, tensors: Tensors) -> Tensors:
-    """A new head's tensors with those that say which tokens it drafts."""
-    ids = mx.array(list(VOCABULARY))
-    drafted = mx.array([i in VOCABULARY for i in range(640)])
-    given = {"lm_head.weight": own.lm_head_rows(ids), "d2t": ids - mx.arange(len(ids))}
-    return tensors | given | {"t2d": drafted}
-
-
 def new_head(out: Path, changed: bool) -> Path:
     """In the directory `out`; `changed`: with random weights, among which no zeros hide others."""
-    own = target()
-    config = eagle_config(own, VOCABULARY)
-    tensors = whole(own, eagle_tensors(own, config))
-    return save_head(out, kinds.random_tensors(tensors) if changed else tensors, config)
+    made = eagle.new_head(target(), VOCABULARY)
+    tensors = kinds.random_tensors(made.tensors) if changed else made.tensors
+    return save_head(out, tensors, made.config)
 
 
 def head_of(own: Target, path: Path) -> HeadModel:

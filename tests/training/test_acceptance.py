@@ -8,7 +8,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import load_taught, new_head, run
+from mlxspec.training.eagle import new_head
+from mlxspec.training.run import load_taught, run
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer, batches, vocabulary_of

@@ -14,7 +14,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.run import drop_others, install, load_taught, new_head, run, save_head
+from mlxspec.training.eagle import new_head
+from mlxspec.training.run import drop_others, install, load_taught, run, save_head
 from mlxspec.training.samples import Sample
 from mlxspec.training.trainer import LENGTH, ROWS, Trainer, batches, vocabulary_of, windows
 from tests.heads import kinds
@@ -108,8 +109,7 @@ def test_a_state_of_another_training_is_not_used(tmp_path: Path) -> None:
 def test_a_trained_head_is_read_as_a_published_one(tmp_path: Path) -> None:
     """By the tensors of its directory; what it drafts is what was trained."""
     trainer = trained(tmp_path / "state.safetensors")
-    config = new_head(pair.target(), pair.VOCABULARY).config
-    save_head(trainer, config, tmp_path / "head", {"tokens": 1})
+    save_head(trainer, new_head(pair.target(), pair.VOCABULARY), tmp_path / "head", {"tokens": 1})
     found = find_head(tmp_path / "head")
     assert found.standalone and found.config["speculators_model_type"] == "eagle3"
     own = pair.target()
@@ -145,6 +145,7 @@ WRITER = """
 import resource, sys
 from pathlib import Path
 import mlx.core as mx
+from mlxspec.training.eagle import new_head
 from mlxspec.training.run import write_tensors
 path, limit = Path(sys.argv[1]), int(sys.argv[2])
 if limit:

@@ -3,15 +3,16 @@
 Rule: samples have a fixed order, so that the same settings train on the same ones again.
 """
 
-import json
-import os
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from mlxspec.config import data_dir
 from mlxspec.types import UserError
@@ -43,38 +44,36 @@ def up_to(wanted: int, samples: Iterable[tuple[str, Sample]]) -> Iterator[tuple[
             return
 
 
+LINE = TypeAdapter(tuple[str, Sample])
+
+
+@dataclass(frozen=True, slots=True)
 class SampleFile:
     """Samples by their keys: JSON lines, each written when its answer ends; of a model that has
     `vocab` tokens."""
 
-    def __init__(self, path: Path, vocab: int = 1 << 31) -> None:
-        self.path = path
-        self.vocab = vocab
+    path: Path
+    vocab: int = 1 << 31
 
     def read(self) -> dict[str, Sample]:
         """What the file holds. A line that was cut off is left out, and one that holds anything
         else: MLX does not check indices."""
         found = {}
-        lines = self.path.read_text("utf-8", "replace").splitlines() if self.path.exists() else []
-        for line in lines:
-            try:
-                key, values = json.loads(line)
-                sample = Sample(**values)
-                known = all(
-                    type(token) is int and 0 <= token < self.vocab for token in sample.tokens
-                )
-                if known and 0 < sample.first <= len(sample.tokens):
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+            with suppress(ValidationError):
+                key, sample = LINE.validate_json(line, strict=True)
+                tokens = sample.tokens
+                whole = 0 < sample.first <= len(tokens)
+                if whole and 0 <= min(tokens) <= max(tokens) < self.vocab:
                     found[key] = sample
-            except (ValueError, TypeError, RecursionError):
-                continue
         return found
 
     def append(self, key: str, sample: Sample) -> None:
         """Raises OSError."""
         self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
         self.path.touch(0o600)
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps([key, asdict(sample)]) + "\n")
+        with self.path.open("ab") as out:
+            out.write(LINE.dump_json((key, sample)) + b"\n")
 
 
 def general_prompts() -> list[tuple[str, str]]:
@@ -132,7 +131,7 @@ def pieces(directory: Path) -> list[tuple[str, str]]:
 def _is_readable(path: Path, directory: Path) -> bool:
     parts = path.relative_to(directory).parts
     odd = any(part.startswith(".") or not part.isprintable() for part in parts)
-    if odd or path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
+    if odd or path.is_symlink() or not path.is_file():
         return False
     return path.stat().st_size <= TEXT_BYTES
 
@@ -140,7 +139,7 @@ def _is_readable(path: Path, directory: Path) -> bool:
 def _pieces_of(path: Path) -> Iterator[str]:
     try:
         text = path.read_text("utf-8")
-    except ValueError:  # not a text
+    except (OSError, ValueError):  # unreadable, or not a text
         return
     if "\0" in text:
         return

@@ -1,6 +1,7 @@
 """What a head learns from: files of answers, prompts, and the user's texts."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -78,10 +79,11 @@ def test_tokens_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> Non
     """Another model lay in its directory when they were recorded."""
     file = SampleFile(tmp_path / "answers.jsonl", 10)
     file.append("a", Sample([1, 2, 3], 1))
-    for tokens in ([1, 2, 10], [1, 2, -1], [1, 2, True], [1, 2, 0.5]):
-        file.append("b", Sample(tokens, 1))
-    for first in (0, 4, -1):
-        file.append("c", Sample([1, 2, 3], first))
+    with file.path.open("a") as out:
+        for tokens in ([1, 2, 10], [1, 2, -1], [1, 2, True], [1, 2, 0.5]):
+            out.write(json.dumps(["b", {"tokens": tokens, "first": 1}]) + "\n")
+        for first in (0, 4, -1):
+            out.write(json.dumps(["c", {"tokens": [1, 2, 3], "first": first}]) + "\n")
     assert file.read() == {"a": Sample([1, 2, 3], 1)}
 
 

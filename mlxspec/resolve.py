@@ -3,7 +3,6 @@
 Rule: server and bench resolve and load models the same way. Import it after BLAS is loaded.
 """
 
-import json
 import os
 import platform
 import sys
@@ -22,7 +21,7 @@ from mlxspec.engine.drafting import NONE
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import CLOSE_S, UNLOAD_S, ModelManager, ModelSlot, release_memory
-from mlxspec.files import format_size, weight_bytes
+from mlxspec.files import format_size, read_json, weight_bytes
 from mlxspec.model import meter
 from mlxspec.model.cards import head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, learned_head, resolve
@@ -31,7 +30,7 @@ from mlxspec.model.mirror import Follower
 from mlxspec.model.parallel import Ranks
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
-from mlxspec.types import Json, ModelInfo, UnsupportedModel, UserError, blame
+from mlxspec.types import Json, ModelInfo, UnsupportedModel, UserError
 
 LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -71,12 +70,9 @@ class ResolvedModel:
     def info(self) -> ModelInfo:
         """What the files say before the model is loaded. Raises UnsupportedModel."""
         file = self.path / "config.json"
-        try:
-            config = dict(json.loads(file.read_text("utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise UnsupportedModel(
-                f"{file} cannot be read: {blame(error)}; give a complete model directory"
-            ) from error
+        config = read_json(file)
+        if not config:
+            raise UnsupportedModel(f"{file} cannot be read; give a complete model directory")
         weights = weight_bytes(self.path)
         # A head is left out if it does not fit.
         if self.draft and not find_draft(self.draft.path, self.path).standalone:

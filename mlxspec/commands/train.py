@@ -34,7 +34,6 @@ from mlxspec.training.run import (  # noqa: E402
     drop_others,
     install,
     known_head,
-    load_taught,
     run,
     save_head,
 )
@@ -61,7 +60,6 @@ PARALLEL = 32  # answers at a time
 ANSWER = 256  # most tokens of an answer
 CONTEXT = 4 * LENGTH  # of a prompt and its answer
 WARM = 0.7  # temperature of every second answer
-MASK = 0xFFFFFFFF  # of a seed
 KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something: NOTES.md
 VOCABULARY = 16_384  # of a new head
 ASK_S = 1.0  # between two questions to the server
@@ -210,7 +208,7 @@ def _answers(
 def _request(text: str, tokenizer: Tokenizer) -> Request:
     key = key_of(text)
     number = int(key, 16)
-    sampling = Sampling(0.0 if number % 2 else WARM, seed=number & MASK)
+    sampling = Sampling(0.0 if number % 2 else WARM, seed=number)
     prompt = prompt_of(Task(key, text), tokenizer)
     return Request(key, prompt, ANSWER, sampling, frozenset(tokenizer.eos_token_ids))
 
@@ -228,7 +226,7 @@ def _new_trainer(
     rate = KNOWN_RATE if files else 1.0
     size = options.vocabulary or VOCABULARY
     files = files or new_head(target, vocabulary_of(learned, size, target.vocab))
-    trainer = Trainer(load_taught(target, files), target, steps, rate)
+    trainer = Trainer(target, files, steps, rate)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
     if need > free:

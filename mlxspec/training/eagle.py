@@ -50,7 +50,7 @@ def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
 def _config(target: Target, drafted: int) -> Json:
     """config.json of a head that drafts so many tokens: a layer like the target's own, in the
     terms of a llama. It reads hidden states before three layers and passes the last one's on."""
-    known, size = target.config, target.width
+    known, size, layers = target.config, target.width, len(decoder_layers(target.model))
     heads = known.get("num_attention_heads") or max(1, size // 64)
     wanted = known.get("intermediate_size")
     wide = wanted if isinstance(wanted, int) else 3 * size  # else one for each layer
@@ -84,7 +84,7 @@ def _config(target: Target, drafted: int) -> Json:
         "norm_before_residual": False,
         "norm_before_fc": False,
         "embed_requires_grad": False,
-        AUX_LAYERS: [2, target.layers // 2, target.layers - 1],
+        AUX_LAYERS: [2, layers // 2, layers - 1],
     }
 
 

@@ -20,9 +20,7 @@ from mlx.utils import tree_flatten
 from mlxspec.files import read_json, write_atomic
 from mlxspec.progress import progress
 from mlxspec.speculate.heads import load_head, read_weights
-from mlxspec.speculate.heads.eagle import load_eagle
 from mlxspec.speculate.heads.files import HeadFiles, find_head
-from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer
@@ -42,16 +40,7 @@ def known_head(target: Target, path: Path, size: int | None) -> HeadFiles | None
         return None
     files = find_head(path)
     head = load_head(files, target.model)
-    return files if head and head.name == "eagle3" and read_weights(head) else None
-
-
-def load_taught(target: Target, files: HeadFiles) -> HeadModel:
-    """A head that training made, whose target hands out what it reads and drafts. Raises
-    UnsupportedModel."""
-    head = load_eagle(files, target.model)
-    added = files.tensors["d2t"]
-    target.tap(head.taps, mx.arange(len(added)) + added)
-    return head
+    return files if head and read_weights(head) else None
 
 
 def run(

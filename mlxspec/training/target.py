@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlxspec.model.layout import flat
 from mlxspec.model.pages import View
-from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head, install_taps, trunk_of
+from mlxspec.model.trunk import embedding_and_lm_head, install_taps, trunk_of
 from mlxspec.speculate.heads.tensors import sizes_of
 from mlxspec.training.samples import Sample
 from mlxspec.types import Json, Tap
@@ -44,7 +44,6 @@ class Target:
         self.trunk = trunk_of(model)
         embed, lm_head = embedding_and_lm_head(model)
         self.lm_head = getattr(lm_head, "__self__", lm_head)  # tied: embed.as_linear
-        self.layers = len(decoder_layers(model))
         self.width, self.vocab = sizes_of(model)
         self.dtype = embed(mx.array([0])).dtype
         self._view = View(1, {None: 1}, {None: 1})

@@ -14,7 +14,8 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.speculate.heads.eagle import load_eagle
+from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.training.eagle import CHAIN, eagle_drafts
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Batch, Target
@@ -58,21 +59,23 @@ def batches(samples: Sequence[Sample], epochs: int = 1) -> list[list[Sample]]:
 
 
 class Trainer:
-    """A head and its optimizer. `steps`: of all epochs, for the learning rate, of which the head
-    takes the part `rate`; `done`: steps that were made."""
+    """A head from its files, and its optimizer. `steps`: of all epochs, for the learning rate, of
+    which the head takes the part `rate`; `done`: steps that were made. Raises UnsupportedModel."""
 
     def __init__(
         self,
-        head: HeadModel,
         target: Target,
+        files: HeadFiles,
         steps: int,
         rate: float = 1.0,
     ) -> None:
-        self.head = head
+        self.head = load_eagle(files, target.model)
         self.target = target
         self.done = 0
-        head.module.lm_head.freeze()
-        flat: Any = tree_flatten(head.module.trainable_parameters())
+        added = files.tensors["d2t"]
+        target.tap(self.head.taps, mx.arange(len(added)) + added)
+        self.head.module.lm_head.freeze()
+        flat: Any = tree_flatten(self.head.module.trainable_parameters())
         self.weights: Any = tree_unflatten([(n, w.astype(mx.float32)) for n, w in sorted(flat)])
         # Muon learns as much from half the answers; weight decay would be larger than a gradient.
         muon = optim.Muon(_schedule(rate * MATRIX_RATE, steps), weight_decay=0)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mlxspec.training.eagle import new_head
-from mlxspec.training.run import load_taught, save_head
+from mlxspec.training.run import save_head
 from mlxspec.training.trainer import Trainer
 from tests.heads import kinds, make_more, packagings, runs
 from tests.heads.kinds import Config, Tensors
@@ -69,7 +69,7 @@ def learned(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     """As `mlxspec train` writes it, before the first step."""
     own = pair.target()
     files = new_head(own, pair.VOCABULARY)
-    trainer = Trainer(load_taught(own, files), own, 1)
+    trainer = Trainer(own, files, 1)
     with tempfile.TemporaryDirectory() as name:
         save_head(trainer, files, Path(name), {})
         found = dict(mx.load(f"{name}/model.safetensors"))

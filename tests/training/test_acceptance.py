@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.training.eagle import new_head
-from mlxspec.training.run import load_taught, run
+from mlxspec.training.run import run
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer, batches, vocabulary_of
@@ -42,12 +42,11 @@ def test_it_learns_as_much_as_a_head_that_was_trained_at_length(
     assert 10_000 <= sum(map(len, learned)) < 10_500
 
     known = find_head(kinds.DATA / "eagle3")
-    expected = Trainer(load_taught(own, known), own, 1).measure(held_out)
+    expected = Trainer(own, known, 1).measure(held_out)
 
     vocabulary = vocabulary_of(learned, len(own.drafted), own.vocab)
-    made = load_taught(own, new_head(own, vocabulary))
     plan = batches(learned, EPOCHS)
-    trainer = Trainer(made, own, len(plan))
+    trainer = Trainer(own, new_head(own, vocabulary), len(plan))
     before = trainer.measure(held_out)
     after = run(trainer, plan, held_out, tmp_path / "state.safetensors", {}, lambda: None)
     print(f"kept {before} before, {after} after, {expected} by the other head")

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.training.eagle import new_head
-from mlxspec.training.run import drop_others, install, load_taught, run, save_head
+from mlxspec.training.run import drop_others, install, run, save_head
 from mlxspec.training.samples import Sample
 from mlxspec.training.trainer import LENGTH, ROWS, Trainer, batches, vocabulary_of, windows
 from tests.heads import kinds
@@ -36,9 +36,8 @@ def nothing() -> None:
 def start(epochs: int = 2) -> tuple[Trainer, list[list[Sample]]]:
     own = pair.target()
     mx.random.seed(0)
-    head = load_taught(own, new_head(own, pair.VOCABULARY))
     plan = batches(SAMPLES[1:], epochs)
-    return Trainer(head, own, len(plan)), plan
+    return Trainer(own, new_head(own, pair.VOCABULARY), len(plan)), plan
 
 
 def trained(state: Path, epochs: int = 2, wait: Callable[[], None] = nothing) -> Trainer:
@@ -113,7 +112,7 @@ def test_a_trained_head_is_read_as_a_published_one(tmp_path: Path) -> None:
     found = find_head(tmp_path / "head")
     assert found.standalone and found.config["speculators_model_type"] == "eagle3"
     own = pair.target()
-    again = Trainer(load_taught(own, found), own, 1)
+    again = Trainer(own, found, 1)
     expected = trainer.measure(SAMPLES[:1])
     assert again.measure(SAMPLES[:1]) == pytest.approx(expected, abs=0.03)  # bfloat16
     assert json.loads((tmp_path / "head/training.json").read_bytes())["tokens"] == 1

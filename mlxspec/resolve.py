@@ -31,7 +31,7 @@ from mlxspec.model.mirror import Follower
 from mlxspec.model.parallel import Ranks
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
-from mlxspec.types import Json, ModelInfo, UnsupportedModel, UserError, blame
+from mlxspec.types import Json, ModelInfo, RankLost, UnsupportedModel, UserError, blame
 
 LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -58,7 +58,7 @@ class ResolvedModel:
         draft = self.draft.path if self.draft else None
         try:
             return load_engine(self.path, self.name, config, draft, self.share, reserved, ranks)
-        except UserError as error:
+        except Exception as error:
             if ranks:
                 ranks.failed(error)
             raise
@@ -189,6 +189,8 @@ def follow(config: Config, ranks: Ranks) -> None:
             case {"load": name}:
                 try:
                     followers[name] = _follower(models[name], ranks)
+                except RankLost:
+                    raise
                 except UserError as error:  # rank 0 answers with it, and may try again
                     log.warning("%s: %s", name, error)
             case {"unload": name}:

@@ -69,7 +69,8 @@ def load_engine(
     plan_for = partial(drafting.plan, make, size)
     plan_for()  # the weights alone: with some models, geometry() reads weights
     plan_for(geometry(model, config.kv_bits))
-    load_weights(model)
+    with ranks.reading():
+        load_weights(model)
     drafting.load_weights()
     file = cache_file(path, config, ranks)
     cache = _find_layout(path, model, config, file, ranks)

@@ -24,6 +24,7 @@ from mlxspec.types import (
     OutOfMemory,
     Output,
     Outputs,
+    RankLost,
     Request,
     Served,
     Stats,
@@ -286,6 +287,8 @@ class ModelManager:
             self._start(slot)
         except OutOfMemory as error:
             reason, slot.need = str(error), error.need
+        except RankLost:
+            raise
         except UserError as error:
             reason = str(error)
         except Exception as error:  # the model's own code, or MLX without memory

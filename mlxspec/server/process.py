@@ -77,6 +77,7 @@ def follow(config: Config) -> int:
     blas.load()
     from mlxspec import resolve
     from mlxspec.model.parallel import join
+    from mlxspec.types import RankLost
 
     ranks = join(config.ranks)
     for number in _signals():
@@ -89,9 +90,9 @@ def follow(config: Config) -> int:
     ranks.watch(lost)
     try:
         resolve.follow(config, ranks)
-    except RuntimeError as error:
+    except (RuntimeError, RankLost) as error:
         told = ranks.explain(error)
-        if told is error:
+        if not isinstance(told, RankLost):
             log.critical("this rank failed", exc_info=error)
         lost(str(told))
     return 0

@@ -74,7 +74,7 @@ def load_engine(
     file = cache_file(path, config, ranks)
     cache = _find_layout(path, model, config, file, ranks)
     layout = cache.layout
-    drafting.fit(layout)
+    drafting.fit_to(layout)
     cases = []
     if config.kernels == "auto":  # the K/V of what drafts are not quantized
         cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)

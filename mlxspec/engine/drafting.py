@@ -68,24 +68,27 @@ class Drafting:
             return linear_cases(self.head.module)
         return self.fit.cases(self.small, config.block_size) if self.fit else []
 
-    def caches_beside(self, own: CacheBytes) -> list[CacheBytes]:
-        """What the model's caches take, `own`, and after it what is kept for drafting."""
+    def beside(self, own: CacheBytes) -> CacheBytes:
+        """What the model caches, `own`, and what is kept for drafting. Its K/V lie under the ids of
+        the blocks for full attention."""
+        kept = CacheBytes(0, (), 0)
         if self.head:
             kept = cache_bytes(self.head)
-            state = own.state and own.state + kept.state
-            return [own._replace(state=state), kept._replace(state=0)]
-        if self.fit:
-            return [own, self.fit.cache_bytes]
-        return [own, geometry(self.small)] if self.small else [own]
+        elif self.fit:
+            kept = self.fit.cache_bytes
+        elif self.small:
+            kept = geometry(self.small)
+        token = own.token + kept.token + sum(size for _, size in kept.windows)
+        return own._replace(token=token, state=own.state and own.state + kept.state)
 
     def plan(
         self, make: Callable[..., MemoryPlan], size: int, own: CacheBytes | None = None
     ) -> MemoryPlan:
         """What `make` plans for the model, whose weights have `size` bytes and whose caches take
         `own`, and what drafts for it; without a head that does not fit. Raises OutOfMemory."""
-        caches = self.caches_beside(own) if own else [CacheBytes(0, (), 0)]
+        cache = self.beside(own) if own else CacheBytes(0, (), 0)
         try:
-            return make(size + self.nbytes, caches)
+            return make(size + self.nbytes, cache)
         except OutOfMemory as error:
             if not self.head:
                 raise

@@ -48,14 +48,13 @@ def load_engine(
     name: str,
     config: Config,
     draft: Path | None = None,
-    share: float = 1.0,
     reserved: int = 0,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path` and what drafts for it, a small model or a head at `draft` or the
-    head in its own files; this thread owns MLX from now on. `share` is the model's part of the
-    memory for caches, `reserved` the bytes that other models may still take. Of several `ranks`,
-    those above 0 do what a Follower needs. Raises UnsupportedModel."""
+    head in its own files; this thread owns MLX from now on. `reserved`: the bytes that other models
+    may still take. Of several `ranks`, those above 0 do what a Follower needs. Raises
+    UnsupportedModel."""
     began = time.perf_counter()
     ranks = ranks or Ranks()
     model, files = load(path, ranks.group)  # the weights stay on disk
@@ -64,8 +63,8 @@ def load_engine(
     size = weights(model)  # a Runner hides some of them
     _compare(ranks, path, config, f"{files} {size} {context}")
     # What loaded models may still take is known to rank 0 alone.
-    free = min(ranks.gather(_free_bytes(config))) - max(ranks.gather(reserved))
-    make = partial(make_plan, config, context, free=free, share=share)
+    free = min(ranks.gather(free_bytes(config))) - max(ranks.gather(reserved))
+    make = partial(make_plan, config, context, free=free)
     plan_for = partial(drafting.plan, make, size)
     plan_for()  # the weights alone: with some models, geometry() reads weights
     plan_for(geometry(model, config.kv_bits))
@@ -149,8 +148,9 @@ def _info(
     )
 
 
-def _free_bytes(config: Config) -> int:
-    """What this model may take, beside what other models hold."""
+def free_bytes(config: Config) -> int:
+    """What a model may take, beside what MLX holds now. Ranks that one server started share the
+    machine's memory."""
     if config.memory_gb:
         return config.memory_bytes // config.ranks - meter.held()[0]
     return min(memory.available(), meter.device_free()) // config.ranks

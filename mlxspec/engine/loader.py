@@ -84,7 +84,7 @@ def load_engine(
     ranks.same(kept, "layout")
     ranks.enough([plan.blocks, *plan.windows.values()])
     mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
-    engine = _build(model, layout, plan, context, config, mirror)
+    engine, info = _build(model, name, layout, plan, context, config, mirror)
     if not ranks.rank:  # the others only follow
         _warm_up(engine, config, cache, file)
     if config.speculate == "on":
@@ -97,7 +97,7 @@ def load_engine(
         _add_disk(engine, config, fingerprint(path, facts), name)
     _log_limits(engine.scheduler, layout, context)
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
-    return engine, _info(engine.scheduler, name, layout, plan)
+    return engine, info
 
 
 def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
@@ -130,24 +130,6 @@ def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int) -> Non
         log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
 
 
-def _info(
-    scheduler: Scheduler,
-    name: str,
-    layout: LayoutChoice,
-    plan: MemoryPlan,
-) -> ModelInfo:
-    """What the server knows of the loaded model."""
-    return ModelInfo(
-        name=name,
-        context=scheduler.limit,
-        vocab=layout.vocab,
-        layout=layout.layout,
-        block_size=scheduler.pool.block_size,
-        kv_bytes=plan.cache_bytes,
-        weight_bytes=plan.weights,
-    )
-
-
 def free_bytes(config: Config) -> int:
     """What a model may take, beside what MLX holds now. Ranks that one server started share the
     machine's memory."""
@@ -158,13 +140,15 @@ def free_bytes(config: Config) -> int:
 
 def _build(
     model: Module,
+    name: str,
     layout: LayoutChoice,
     plan: MemoryPlan,
     context: int,
     config: Config,
     mirror: Mirror | None,
-) -> Engine:
-    """Runner, pools and scheduler. The pools grow as they are used."""
+) -> tuple[Engine, ModelInfo]:
+    """Runner, pools and scheduler, and what the server knows of them. The pools grow as they are
+    used."""
     meter.bound(memory.headroom() // 2)  # the other half is for a step's activations
     runner = layout.runner(
         model, config.block_size, plan.blocks, windows=plan.windows, kv_bits=config.kv_bits
@@ -185,7 +169,16 @@ def _build(
         sharing=layout.sharing,
         can_draft=layout.can_draft,
     )
-    return Engine(runner, scheduler, vocab=layout.vocab)
+    info = ModelInfo(
+        name=name,
+        context=scheduler.limit,
+        vocab=layout.vocab,
+        layout=layout.layout,
+        block_size=config.block_size,
+        kv_bytes=plan.cache_bytes,
+        weight_bytes=plan.weights,
+    )
+    return Engine(runner, scheduler, vocab=layout.vocab), info
 
 
 def _add_disk(engine: Engine, config: Config, digest: str, name: str) -> None:

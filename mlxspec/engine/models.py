@@ -120,12 +120,6 @@ class ModelManager:
     def busy(self) -> bool:
         return bool(self._waiting) or any(engine.active for engine in self._engines())
 
-    @property
-    def waits_for_disk(self) -> bool:
-        """Whether a step of a busy manager would do nothing until the disk answers."""
-        active = [engine for engine in self._engines() if engine.active]
-        return not self._waiting and all(engine.waits_for_disk for engine in active)
-
     def close(self) -> None:
         """Drop all models; the thread ends."""
         for slot in self.slots:

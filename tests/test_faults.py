@@ -350,9 +350,7 @@ def test_a_signal_ends_it_in_time(
         worker,
     ):
         if when == "swap":
-            worker._manager.memory_check = lambda name, held, freed: (
-                "" if freed or not held else "no room"
-            )
+            worker._manager.memory_check = lambda slot, staying: "no room" if staying else ""
         caller = Caller(call)
         assert serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
         took = time.monotonic() - since[0]

@@ -68,7 +68,7 @@ def _fits(config: Config, path: Path, size: int, files: Json) -> str:
     context = context_of(files, config.context)
     try:
         resolve(str(path), path, False)  # is it complete?
-        make_plan(config, context, size, [(_token_bytes(files), (), 0)], free)
+        make_plan(config, context, size, (_token_bytes(files), (), 0), free)
     except OutOfMemory:
         return "no"
     except UnsupportedModel:

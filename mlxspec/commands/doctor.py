@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlxspec import __version__, blas
 from mlxspec.client import printable
-from mlxspec.commands.models import damage
+from mlxspec.commands.models import damage, room
 from mlxspec.commands.options import AsJson, Model, log_to_stderr
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
@@ -119,10 +119,9 @@ def _installation(config: Config) -> Iterator[Check]:
 
 def _models(config: Config) -> Iterator[Check]:
     """Each model that `serve` would load, with its draft model."""
-    from mlxspec.engine import memory
     from mlxspec.resolve import models_of, on_disk
 
-    room = config.memory_bytes or memory.total()
+    most = room(config)
     for name in models_of(config):
         try:
             path = on_disk(name, config)
@@ -134,11 +133,11 @@ def _models(config: Config) -> Iterator[Check]:
             continue
         size = weight_bytes(path)
         text = f"{name}: {format_size(size)} in {path}"
-        flaws, large = damage(path), size + memory.headroom() > room
+        flaws, large = damage(path), size > most
         if flaws:
             text = f"{name}: {'; '.join(flaws)}; remove the directory and run: mlxspec pull"
         elif large:
-            text += f" do not fit into {format_size(room)} memory; give a smaller model"
+            text += f" do not fit into {format_size(most)} of memory; give a smaller model"
         yield Check("model", text, broken=large or bool(flaws))
 
 

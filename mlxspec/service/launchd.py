@@ -32,8 +32,6 @@ VARIABLES = ("MLXSPEC_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CA
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 EXIT_S = 20  # to exit, in addition to `drain_s`
 START_S = 15.0  # for the installed service's process to be there
-# Folders that macOS keeps from what launchd starts, also where a terminal may read them.
-PRIVATE = ("~/Desktop", "~/Documents", "~/Downloads", "~/Library/Mobile Documents", "/Volumes")
 WAIT_S = 4000.0  # longer than the longest `drain_s`
 BOOTOUT_OK = (3, 36, 113)  # statuses: the label is unknown, or its process is still ending
 POLL_S = 0.1
@@ -136,15 +134,11 @@ def installed_url() -> str:
 
 
 def install(agent: Json) -> str:
-    """Install or change the service, and wait until it runs; if it does not, undo that. Raises
-    ConfigError for a port in use, and for a program that launchd may not read."""
+    """Install or change the service, and wait until it runs; if it does not, undo that, as for a
+    program in a folder that macOS keeps from what launchd starts. Raises ConfigError for a port in
+    use."""
     from mlxspec.server.process import bind
 
-    for folder in PRIVATE:
-        if Path(agent["WorkingDirectory"]).is_relative_to(os.path.expanduser(folder)):
-            raise ConfigError(
-                f"macOS keeps {folder} from services; move mlxspec out of there, or: pipx install ."
-            )
     before = agent_file().read_bytes() if agent_file().exists() else b""
     listen = agent["Sockets"][SOCKET]
     unload()
@@ -163,8 +157,9 @@ def install(agent: Json) -> str:
                     load_agent(plistlib.loads(before))
                 said = log.read().decode(errors="replace").strip()
                 raise UserError(
-                    f"the service did not start, so this is undone; macOS may keep {PROGRAM[0]}"
-                    f" from it. It said: {said or 'nothing'}"
+                    "the service did not start, so this is undone; macOS keeps what lies in"
+                    " ~/Desktop, ~/Documents or ~/Downloads from it: move mlxspec out of there, or"
+                    f" run: pipx install . It said: {said or 'nothing'}"
                 )
             time.sleep(POLL_S)
     return f"the service listens at {url_in(agent)}/v1, now and after each login"

@@ -22,8 +22,6 @@ from mlxspec.service.launchd import installed_url
 from mlxspec.service.status import get_status
 from mlxspec.types import UserError
 
-MACOS = 14  # the first that MLX's wheels run on
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -62,7 +60,7 @@ def examine(model: str | None) -> Iterator[Check]:
     except ConfigError as error:
         yield Check("settings", str(error), broken=True)
         config = Config(model=model or "")
-    yield _system()
+    yield Check("system", f"{platform.platform()}, Python {platform.python_version()}")
     yield _server(config)
     try:
         yield from _installation(config)
@@ -72,16 +70,6 @@ def examine(model: str | None) -> Iterator[Check]:
         yield Check("install", f"{error}; install mlxspec again", broken=True)
     except UserError as error:
         yield Check("system", str(error), broken=True)
-
-
-def _system() -> Check:
-    mac, arch = platform.mac_ver()[0], platform.machine()
-    text = f"{platform.platform()}, Python {platform.python_version()}"
-    if mac and int(mac.partition(".")[0]) < MACOS:
-        return Check("system", f"{text}: MLX needs macOS {MACOS}; update macOS", broken=True)
-    if mac and arch != "arm64":
-        return Check("system", f"{text}: install a Python for arm64", broken=True)
-    return Check("system", text)
 
 
 def _server(config: Config) -> Check:

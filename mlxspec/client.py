@@ -12,7 +12,6 @@ from mlxspec.types import UserError
 TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
 MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-NOT_OURS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class ClientError(UserError):
@@ -57,7 +56,7 @@ def request(
         raise ClientError(
             f"{url}: {error or type(error).__name__}; see the server's log"
         ) from error
-    except NOT_OURS as error:
+    except Exception as error:  # in reading what another program answers
         raise ClientError(
             f"the program at {url} is not mlxspec ({error!r}); give another --url, or stop it"
         ) from error

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,22 +146,16 @@ def install(agent: Json) -> str:
     log_file().parent.mkdir(0o700, parents=True, exist_ok=True)  # or launchd starts nothing
     crashes.forget()
     log_file().touch(0o600)
-    with log_file().open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        load_agent(agent)
-        deadline = time.monotonic() + START_S
-        while not crashes.is_running():
-            if time.monotonic() > deadline:
-                remove_agent(LABEL)
-                if before:
-                    load_agent(plistlib.loads(before))
-                said = log.read().decode(errors="replace").strip()
-                raise UserError(
-                    "the service did not start, so this is undone; macOS keeps what lies in"
-                    " ~/Desktop, ~/Documents or ~/Downloads from it: move mlxspec out of there, or"
-                    f" run: pipx install . It said: {said or 'nothing'}"
-                )
-            time.sleep(POLL_S)
+    load_agent(agent)
+    if not _until(crashes.is_running, START_S):
+        remove_agent(LABEL)
+        if before:
+            load_agent(plistlib.loads(before))
+        raise UserError(
+            "the service did not start, so this is undone; macOS keeps what lies in ~/Desktop,"
+            " ~/Documents or ~/Downloads from it: move mlxspec out of there, or run: pipx install ."
+            " If that is not it, see: mlxspec service logs"
+        )
     return f"the service listens at {url_in(agent)}/v1, now and after each login"
 
 
@@ -187,7 +181,6 @@ def restart() -> str:
     unload()
     crashes.forget()
     bootstrap(LABEL)
-    _launchctl("kickstart", f"{DOMAIN}/{LABEL}")
     return "the service is started"
 
 
@@ -229,11 +222,18 @@ def unload(label: str = LABEL) -> None:
     Returns when launchd has forgotten the label, before which a bootstrap fails.
     """
     _launchctl("bootout", f"{DOMAIN}/{label}", ok=BOOTOUT_OK)
-    deadline = time.monotonic() + WAIT_S
-    while is_loaded(label):
+    if not _until(lambda: not is_loaded(label), WAIT_S):
+        raise UserError(f"launchd has not ended {label}; try again in a minute")
+
+
+def _until(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait for something that launchd does; whether it was done in time."""
+    deadline = time.monotonic() + seconds
+    while not done():
         if time.monotonic() > deadline:
-            raise UserError(f"launchd has not ended {label}; try again in a minute")
+            return False
         time.sleep(POLL_S)
+    return True
 
 
 def remove_agent(label: str) -> bool:

@@ -72,6 +72,11 @@ class Group:
             found.append((low, table[low // size : ceil(end / size)]))
         return found
 
+    def positions(self) -> Array:
+        """int32 [B]: where each sequence's rows begin."""
+        starts = mx.array(self.starts)
+        return starts if self.shift is None else starts + self.shift
+
     def select(
         self,
         window: int | None,
@@ -119,11 +124,8 @@ class Group:
         width: int,
     ) -> Array:
         """Bool [B, 1, rows, width]: whether a row sees each of its sequence's visible slots."""
-        starts = mx.array(self.starts)
-        if self.shift is not None:
-            starts = starts + self.shift
         rows = mx.arange(self.length)
-        positions = starts[:, None, None] + rows[:, None]
+        positions = self.positions()[:, None, None] + rows[:, None]
         size = self.block_size
         first = mx.array([low // size * size for low, _ in self.visible(window)])
         slots = first[:, None, None] + mx.arange(width)
@@ -140,11 +142,7 @@ def block_array(
     width: int,
 ) -> Array:
     """int32 [B, width] of block ids, padded with null blocks."""
-    shape = (len(tables), width)
-    blocks = np.full(shape, NULL_BLOCK, np.int32)
-    for row, table in zip(blocks, tables, strict=True):
-        row[: len(table)] = table
-    return mx.array(blocks)
+    return mx.array([table + [NULL_BLOCK] * (width - len(table)) for table in tables])
 
 
 def gather(
@@ -317,22 +315,19 @@ def sample_accept(
     are accepted, int32 [entries].
     """
     x = allow(logits.astype(mx.float32), draws.masks)
-    tokens = mx.argmax(x, axis=-1)
     if any(draws.temperatures):
-        temperatures = mx.array(draws.temperatures)
+        temperatures = mx.array(draws.temperatures)[:, None]
         hot = temperatures > 0
-        x = x / mx.where(hot, temperatures, 1)[:, None]
+        drawn = x / mx.where(hot, temperatures, 1)
         if draws.min_logits is not None:
-            low = x < draws.min_logits[:, None]
-            x = mx.where(low, -mx.inf, x)
+            drawn = mx.where(drawn < draws.min_logits[:, None], -mx.inf, drawn)
         positions = mx.array(draws.positions, mx.uint32)
         if draws.shift is not None:
             positions = positions + draws.shift.astype(mx.uint32)
         seeds = mx.array(draws.seeds, mx.uint32)
-        x = x + gumbel(seeds, positions, x.shape[-1])
-        sampled = mx.argmax(x, axis=-1)
-        tokens = mx.where(hot, sampled, tokens)
-    tokens = tokens.astype(mx.int32)
+        drawn = drawn + gumbel(seeds, positions, x.shape[-1])
+        x = mx.where(hot, drawn, x)
+    tokens = mx.argmax(x, axis=-1).astype(mx.int32)
     if inputs is None or not drafts:
         return tokens, None
     return tokens, count_accepted(tokens, inputs, drafts)

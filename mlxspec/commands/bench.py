@@ -199,8 +199,7 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
         requests = []
         for task in tasks_of(name)[: max(TASKS, streams)]:
             prompt = prompt_of(task, model.tokenizer)
-            most = min(max_tokens, info.context - len(prompt))
-            requests.append(Request(task.name, prompt, most, Sampling(0.0), stop))
+            requests.append(Request(task.name, prompt, max_tokens, Sampling(0.0), stop))
         pairs = measure(engine, speculator, requests, streams)
         found = figures(pairs)
         rows.append([name, *(f"{value:.4g}" for value in found.values())])

@@ -133,10 +133,9 @@ def fill_view(
     plan: Plan,
     shift: Shift,
     length: int = 0,
-    one_group: bool = False,
 ) -> None:
-    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group, or all
-    are `one_group`. With drafts in flight, positions and slots are lazy.
+    """Fill the view with positions, slots and groups: one if it is dense, else neighbours of one
+    bucket are a group. With drafts in flight, positions and slots are lazy.
 
     Each entry has `length` rows, 0: its own. Rows after its own are padding: what they write is
     overwritten before it is read, or lies in the null block.
@@ -167,7 +166,7 @@ def fill_view(
             view.slots[window] = blocks * size + view.positions % size
     view.groups = []
     row = first = 0
-    for _, members in groupby(plan, key=lambda e: one_group or bucket(e, size, length)):
+    for _, members in groupby(plan, key=lambda e: view.dense or bucket(e, size, length)):
         entries = list(members)
         count = length or entries[0].rows
         last = first + len(entries)

@@ -29,7 +29,7 @@ from mlxspec.model.batch import (
     sampled_rows,
     starts_of,
 )
-from mlxspec.model.pages import DensePages, Pages, View, window_of
+from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk, layers_in
@@ -79,8 +79,7 @@ class Runner:
         self.layout = layout
         self.lone = lone or layout == "solo"
         pools = {None: blocks} | dict(windows or {})
-        self.view = View(block_size, pools, dict(pools))
-        self._kv_bits = kv_bits
+        self.view = View(block_size, pools, dict(pools), layout == "gather", kv_bits)
         self._split = False
         self._highest: Callable[[], Sequence[int]] = lambda: [0 for _ in pools]
         self.caches: list[Any] = []
@@ -120,9 +119,7 @@ class Runner:
             return CacheList(*inner)  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
             return ArraysCache(len(cache.cache))
-        window = window_of(cache)
-        pages = DensePages if self.layout == "gather" else Pages
-        return pages(self.view, window, self._kv_bits)
+        return Pages(self.view, window_of(cache))
 
     # ---- pools -------------------------------------------------------------------------------
 
@@ -201,7 +198,7 @@ class Runner:
         # then only similar contexts share a forward.
         ends = [e.end for e in plan if e.count == 1]
         slots = len(ends) * max(ends, default=0)
-        self._split = self.layout == "gather" and slots > MAX_PADDED_SLOTS
+        self._split = self.view.dense and slots > MAX_PADDED_SLOTS
         plan = sorted(plan, key=self._order)
         if self.mirror:
             self.mirror.tell(plan, previous is not None, self._highest(), self.view.taps)
@@ -340,7 +337,7 @@ class Runner:
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
-            fill_view(view, batch, shift, length, self.layout == "gather")
+            fill_view(view, batch, shift, length)
             if length:  # mlx-lm's layers ask for the first position of each sequence
                 view.positions = view.positions[::length]
         view.sampled = sampled = sampled_rows(batch, length)

@@ -56,14 +56,14 @@ class ChainedPass(Pass):
         out = []
         first = row = 0
         for _, members in groupby(
-            rows.entries, lambda e: self.dense and bucket(e, view.block_size)
+            rows.entries, lambda e: view.dense and bucket(e, view.block_size)
         ):
             batch = list(members)
             last = first + len(batch)
             end = row + sum(e.rows for e in batch)
             part = None if shift is None else shift[first:last]
-            fill_view(view, batch, part, one_group=self.dense)
-            shape = -1, batch[0].rows if self.dense else 1, hidden.shape[-1]
+            fill_view(view, batch, part)
+            shape = -1, batch[0].rows if view.dense else 1, hidden.shape[-1]
             view.positions = view.positions[:: shape[1]]
             x = self.head.embed(rows.tokens[row:end]).reshape(shape)
             x = self.head.module(x, hidden[row:end].reshape(shape), self.pages).flatten(0, 1)

@@ -32,8 +32,8 @@ from mlxspec.model.batch import (
 from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
-from mlxspec.model.trunk import install_taps, install_trunk, layers_in
-from mlxspec.types import FINAL_NORM, Entry, Plan, Tap, UnsupportedModel
+from mlxspec.model.trunk import install_taps, install_trunk
+from mlxspec.types import FINAL_NORM, Entry, Plan, Tap
 
 FIRST_BLOCKS = 32  # of a pool that grows
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
@@ -101,16 +101,9 @@ class Runner:
         self.mirror: Any = None  # on rank 0 of several: a Mirror
 
     def tap(self, taps: Sequence[Tap]) -> None:
-        """Hand out these hidden states of every row from now on. Raises UnsupportedModel."""
+        """Hand out these hidden states of every row from now on: none where there is no trunk."""
         if self.trunk:
             install_taps(self.trunk, self.view, taps)
-        elif taps:
-            raise UnsupportedModel("this model's hidden states cannot be read")
-
-    @property
-    def last_layer(self) -> Tap:
-        """The tap before the final norm."""
-        return len(layers_in(self.trunk)) - 1 if self.trunk else -1
 
     def _cache(self, cache: Any) -> Any:
         """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""

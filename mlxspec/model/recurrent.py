@@ -28,13 +28,9 @@ Replay = Callable[[Array], Array]
 
 MAX_SLICED_ROWS = 16  # of an entry; after longer ones its state is copied, not a slice
 NOT_RECORDED = "a recurrent layer's state update cannot be recorded"
-# mlx-lm's functions that return (output, new state): the axis of their rows, and the arguments that
-# have that axis.
-RECURRENCES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gated_delta_update": (1, ("q", "k", "v", "a", "b")),
-    "ssm_update": (1, ("hidden_states", "B", "C", "dt")),
-    "recurrent_gla": (2, ("q", "k", "v")),
-}
+# mlx-lm's functions that return (output [B, L, ...], new state), and leave the state of masked rows
+# as it is.
+RECURRENCES = ("gated_delta_update", "ssm_update")
 
 
 @dataclass(slots=True, eq=False)
@@ -90,26 +86,15 @@ def _part_after(
     return mx.take_along_axis(x, places[..., None], axis=1)
 
 
-def _recorded(
-    update: Any,
-    axis: int,
-    inputs: Sequence[str],
-) -> Any:
+def _recorded(update: Any) -> Any:
     """`update`, which also records how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
 
-    def state_after(given: Json, rows: Array) -> Any:
-        length = given[inputs[0]].shape[axis]
-        if "mask" in signature.parameters:  # it leaves the state of masked rows as it is
-            given = given | {"mask": mx.arange(length) < rows[:, None]}
-            if "lengths" in signature.parameters:
-                given["lengths"] = rows
-            return update(**given)[1]
-        states = []  # after every row
-        for n in range(1, length + 1):
-            some = {name: mx.split(given[name], [n], axis)[0] for name in inputs}
-            states.append(update(**given | some)[1])
-        return mx.stack(states)[rows - 1, mx.arange(len(rows))]
+    def state_after(given: Json, length: int, rows: Array) -> Any:
+        given = given | {"mask": mx.arange(length) < rows[:, None]}
+        if "lengths" in signature.parameters:
+            given["lengths"] = rows
+        return update(**given)[1]
 
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +102,7 @@ def _recorded(
         recorder = _recorder.get()
         if recorder:
             bound = signature.bind(*args, **kwargs)
-            replay = partial(state_after, bound.arguments)
+            replay = partial(state_after, bound.arguments, y.shape[1])
             recorder.recurrences.append((new, replay))
         return y, new
 
@@ -129,10 +114,10 @@ def install(model: Module) -> None:
     """Make the recurrences and convolutions of a loaded model recordable. Idempotent."""
     for module in model.modules():
         source = sys.modules[type(module).__module__]
-        for name, arguments in RECURRENCES.items():
+        for name in RECURRENCES:
             update = getattr(source, name, None)
             if update and not hasattr(update, "recorded"):
-                setattr(source, name, _recorded(update, *arguments))
+                setattr(source, name, _recorded(update))
         if type(module) is nn.Conv1d:
             module.__class__ = RecordedConv1d
 

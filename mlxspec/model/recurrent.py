@@ -143,8 +143,7 @@ class RecurrentStates:
         now = [e.seq for e in plan]
         for seq in self._last:
             if seq not in now and seq.state is not None:
-                seq.state = own(seq.state)
-                seq.batch = None
+                _detach(seq)
         self._last = now
 
     def load(self, entries: Plan) -> None:
@@ -178,14 +177,12 @@ class RecurrentStates:
             if recorder:
                 recorder.replays.append(partial(_part_after, hidden, mx.array([-1])))
         self.dtypes = [array.dtype for array in arrays]
+        _assign(entries, arrays)
         if recorder or entries[0].rows <= MAX_SLICED_ROWS:
-            _assign(entries, arrays)
             return arrays
-        parts = [own(part) for part in _slices(arrays, len(entries))]
-        for e, part in zip(entries, parts, strict=True):  # a slice would pin all that the pass read
-            e.seq.state = part
-            e.seq.batch = None
-        return [array for part in parts for array in part]
+        for e in entries:  # a slice would pin all that the pass read
+            _detach(e.seq)
+        return ()
 
     def release(self) -> None:
         """Stop recording and drop the layers' arrays: the forward is built, or failed."""
@@ -208,13 +205,12 @@ class RecurrentStates:
     def cut(recordings: Iterable[StateRecorder], entry: Entry, rows: int) -> None:
         """Bring the state of an entry that ended at a stop to that after its first `rows` rows."""
         for recorder in recordings:
-            count = len(recorder.entries)
-            if entry in recorder.entries:
-                parts = _slices(recorder.states_after(mx.full(count, rows, mx.int32)), count)
-                state = own(parts[recorder.entries.index(entry)])
+            entries = recorder.entries
+            if entry in entries:
+                arrays = recorder.states_after(mx.full(len(entries), rows, mx.int32))
+                state = own(_part(arrays, entries.index(entry)))
                 if entry.seq.state is entry.state:  # no later step has gone on from it
                     entry.seq.state = state
-                    entry.seq.batch = None
                 entry.state = state
 
 
@@ -230,18 +226,26 @@ def by_entry(
     return mx.pad(accepted, (0, 1))[mx.array(found)]
 
 
-def _slices(arrays: Sequence[Array], count: int) -> list[StateArrays]:
-    """The states of the sequences of a batch."""
-    return [tuple(array[i : i + 1] for array in arrays) for i in range(count)]
+def _part(arrays: Sequence[Array], i: int) -> StateArrays:
+    """The state of sequence number `i` of a batch."""
+    return tuple(array[i : i + 1] for array in arrays)
 
 
 def _assign(entries: Plan, arrays: Sequence[Array]) -> None:
     """Give the entries' sequences their parts of the batch's states; the next forward of the same
     sequences takes the arrays as they are."""
-    parts = _slices(arrays, len(entries)) if len(entries) > 1 else [tuple(arrays)]
+    parts = [tuple(arrays)]
+    if len(entries) > 1:
+        parts = [_part(arrays, i) for i in range(len(entries))]
     for e, part in zip(entries, parts, strict=True):
         e.seq.state = part
         e.seq.batch = arrays, parts
+
+
+def _detach(seq: Seq) -> None:
+    """Let a sequence's state pin no batch."""
+    seq.state = own(seq.state)
+    seq.batch = None
 
 
 def own(state: StateArrays) -> StateArrays:

@@ -8,7 +8,6 @@ mlx-lm's own caches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -26,6 +25,7 @@ from mlxspec.model.batch import (
     fill_view,
     own_rows,
     padded_rows,
+    runs_of,
     sampled_rows,
     starts_of,
 )
@@ -271,6 +271,8 @@ class Runner:
 
     def _form(self, e: Entry) -> tuple[Any, ...]:
         """What entries must have in common to share a forward; those that decode come first."""
+        if self.layout == "rows":
+            return ()
         rows, context = bucket(e, self.view.block_size)
         if e.count == 1:
             rows, context = 0, context if self._split else 0
@@ -291,22 +293,15 @@ class Runner:
         shift: Shift,
     ) -> tuple[Array, dict[Tap, Array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
-        batches = [list(plan)]
-        if self.layout != "rows":
-            alike: Callable[[Entry], Any] = id if self.lone else self._form
-            batches = [list(batch) for _, batch in groupby(plan, alike)]
+        alike: Callable[[Entry], Any] = id if self.lone else self._form
         self.states.begin_step(plan)
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
-        first = row = 0
-        for batch in batches:
-            last = first + len(batch)
-            end = row + sum(e.rows for e in batch)
-            part = None if shift is None else shift[first:last]
-            logits.append(self._forward_batch(batch, ids[row:end], part))
+        for batch, places, rows in runs_of(plan, alike):
+            part = None if shift is None else shift[places]
+            logits.append(self._forward_batch(batch, ids[rows], part))
             for tap, parts in taps.items():
                 parts.append(self.view.tapped.pop(tap))
-            first, row = last, end
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
     def _forward_batch(

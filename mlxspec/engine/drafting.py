@@ -29,6 +29,7 @@ from mlxspec.model.layout import (
 )
 from mlxspec.model.quantized import linear_cases
 from mlxspec.model.runner import Runner
+from mlxspec.model.trunk import decoder_layers
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
 from mlxspec.speculate.calibrate import MORE, calibrate, contexts_in, time_step
@@ -217,7 +218,8 @@ def _choose_tap(engine: Engine, head: HeadDrafter, costs: Costs) -> Tap:
     usual = head.taps[0]
     rates: dict[Tap, float] = {}
     with progress("Trying the head") as report:
-        for done, tap in enumerate((FINAL_NORM, engine.runner.last_layer)):
+        last = len(decoder_layers(engine.runner.model)) - 1
+        for done, tap in enumerate((FINAL_NORM, last)):
             report(done, 2)
             head.use((tap,))
             once = replace(costs, factors={})  # what steps take now says nothing

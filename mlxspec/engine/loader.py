@@ -60,7 +60,7 @@ def load_engine(
     model, files = load(path, ranks.group)  # the weights stay on disk
     drafting = load_drafting(model, path, draft, config)
     context = context_of(files, config.context)
-    size = weights(model)  # a Runner hides some of them
+    size = weights(model)
     _compare(ranks, path, config, f"{files} {size} {context}")
     # What loaded models may still take is known to rank 0 alone.
     free = min(ranks.gather(free_bytes(config))) - max(ranks.gather(reserved))

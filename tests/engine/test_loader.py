@@ -342,7 +342,9 @@ def test_quantized_pools_are_counted_and_a_draft_model_keeps_its_own_precision(
     )
     e, both = load_engine(tmp_path, "tiny", replace(sizes, kv_bits=4), tmp_path)
     assert both.kv_bytes == info.kv_bytes + plain
-    assert all(not pages.kv_bits for pages in small_model(e.proposer).head.module.runner.caches)
+    assert all(
+        not pages.view.kv_bits for pages in small_model(e.proposer).head.module.runner.caches
+    )
 
 
 def test_unusable_draft_models_are_refused(path: Path, tmp_path: Path) -> None:

@@ -94,8 +94,9 @@ class AssistantPass(Pass):
     ) -> None:
         super().__init__(head, runner)
         # A sliding layer sees what the newest token would, less that token itself.
-        blocks = {window and window - 1: n for window, n in runner.view.num_blocks.items()}
-        self.view = View(runner.view.block_size, blocks, {})
+        target = runner.view
+        blocks = {window and window - 1: n for window, n in target.num_blocks.items()}
+        self.view = View(target.block_size, blocks, {}, target.dense)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
     def draft(
@@ -109,7 +110,7 @@ class AssistantPass(Pass):
         seen = 0  # sequences in the view
         while n := len(chain.entries):
             if seen != n:
-                fill_view(self.view, newest[:n], chain.shift, one_group=self.dense)
+                fill_view(self.view, newest[:n], chain.shift)
                 seen = n
             embedded = self.head.embed(chain.tokens)
             out, hidden = self.head.module(embedded, hidden[:n], pages)

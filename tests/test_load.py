@@ -417,7 +417,7 @@ POOR = """
 import resource, sys, logging
 from pathlib import Path
 from mlxspec.config import Config
-from mlxspec.server.process import serve
+from mlxspec.server.process import bind, serve
 from mlxspec.text.chat import load_tokenizer
 from tests.server.scripted import server
 from tests.tiny_tokenizer import save_tokenizer
@@ -425,7 +425,7 @@ logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # behind mlx_lm, which sets its own
 path = save_tokenizer(Path(sys.argv[1]))
 made = server(load_tokenizer(path), path)
-sys.exit(serve(made.app, made.engine, Config(port=0)))
+sys.exit(serve(made.app, bind(Config(port=0))))
 """
 
 

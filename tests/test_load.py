@@ -108,7 +108,7 @@ def at_rest(s: Served) -> None:
             not (
                 s.worker._streams
                 or s.worker._busy
-                or state.journal.live
+                or state.live
                 or s.server.server_state.tasks
             )
             and not state.text_jobs

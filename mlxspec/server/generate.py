@@ -54,7 +54,7 @@ class Generation:
         id = self.writer.id
         self._submit()
         headers = {"x-request-id": id, "request-id": id}
-        self.model.server.journal.live[id] = self._row
+        self.model.server.live[id] = self._row
         try:
             if self.body.stream:
                 async with aclosing(self._events()) as events:
@@ -202,7 +202,8 @@ class Generation:
         outcomes = dict.fromkeys(str(choice.finish) for choice in choices)
         self.outcome = self.outcome or ",".join(outcomes)
         row = self._row()
-        server.journal.end(row)
+        del server.live[row["id"]]
+        server.finished.appendleft(row)
         outcome = self.outcome.partition(",")[0]
         server.metrics.duration.labels(self.model.name, outcome).observe(row["seconds"])
         log.info("%s, %s", _summary(row), self.outcome)

@@ -234,7 +234,7 @@ async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
     async with asyncio.timeout(10):
         await chat.task
     [row] = (await snapshot(s))["requests"]
-    assert row["outcome"] == "gone" and not s.app.state.server.journal.live
+    assert row["outcome"] == "gone" and not s.app.state.server.live
 
 
 async def test_what_has_ended_is_bounded(make: Make) -> None:
@@ -244,18 +244,15 @@ async def test_what_has_ended_is_bounded(make: Make) -> None:
     assert [row["id"] for row in rows] == ids[: -state.MAX_FINISHED - 1 : -1]
 
 
-def test_what_runs_comes_first() -> None:
+def test_what_runs_comes_first(make: Make) -> None:
     """However many wait that came later."""
     row = {"id": "a", "outcome": "", "state": "waiting"}
     states = ["writing", "reading", "writing"] + ["waiting"] * (state.MAX_FINISHED + 9)
-    book = state.Journal(
-        {
-            str(i): (lambda i=i, state=state: row | {"id": str(i), "state": state})
-            for i, state in enumerate(states)
-        }
-    )
+    book = make().app.state.server
+    for i, name in enumerate(states):
+        book.live[str(i)] = lambda i=i, name=name: row | {"id": str(i), "state": name}
     for i in range(state.MAX_FINISHED + 1):
-        book.end(row | {"id": f"e{i}"})
+        book.finished.appendleft(row | {"id": f"e{i}"})
     ids = [r["id"] for r in book.rows()]
     assert ids[:5] == ["2", "0", "1", str(len(states) - 1), str(len(states) - 2)]
     assert ids[len(states) :] == [f"e{i}" for i in range(state.MAX_FINISHED, 0, -1)]

@@ -70,6 +70,6 @@ def snapshot(server: ServerState) -> Json:
         "models": [asdict(one) for one in models],
         "process": process,
         "refused": server.metrics.refused,
-        "requests": server.journal.rows(),
+        "requests": server.rows(),
         "kernels": {name: asdict(one) for name, one in list(KERNELS.verdicts.items())},
     }

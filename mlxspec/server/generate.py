@@ -47,7 +47,6 @@ class Generation:
     first: float = 0.0  # time of the first token
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
     queue: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)  # of all requests' outputs
-    outcome: str = ""  # "gone" or "error", where it is not the choices' finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises only before the first byte."""
@@ -65,9 +64,6 @@ class Generation:
                 await JSONResponse(body, headers=headers)(scope, receive, send)
         except ClientDisconnect:
             pass
-        except BaseException:
-            self.outcome = "error"
-            raise
         finally:
             self._finish()
 
@@ -133,7 +129,6 @@ class Generation:
             self.on_done()
             yield writer.closing(self.choices, self._usage())
         except ApiError as error:
-            self.outcome = "error"
             yield writer.failed(error)
 
     def _read(self, output: Output) -> tuple[Choice, Piece]:
@@ -172,7 +167,7 @@ class Generation:
             **asdict(self._usage()),
             "read": 0,
             "rate": 0.0,
-            "outcome": self.outcome,
+            "outcome": "",
             "state": "waiting",
         }
         if self.first:
@@ -192,21 +187,19 @@ class Generation:
 
     def _finish(self) -> None:
         """Abort what still runs; record what has finished; count, list and log the answer."""
-        server, choices = self.model.server, self.choices
-        for id in {choice.request.id for choice in choices if choice.finish is None}:
-            self.outcome = self.outcome or "gone"
+        server, name = self.model.server, self.model.name
+        for id in {choice.request.id for choice in self.choices if choice.finish is None}:
             server.worker.abort(id)
-        for choice in choices:
-            if choice.finish and server.recorder:
-                server.recorder.add(self.model.name, choice.request.prompt, choice.ids)
-        outcomes = dict.fromkeys(str(choice.finish) for choice in choices)
-        self.outcome = self.outcome or ",".join(outcomes)
-        row = self._row()
-        del server.live[row["id"]]
+        for choice in self.choices:
+            if server.recorder and choice.finish in ("stop", "length"):
+                server.recorder.add(name, choice.request.prompt, choice.ids)
+        # By the alphabet, so that failures come first.
+        outcomes = sorted({choice.finish or "gone" for choice in self.choices})
+        row = {**self._row(), "outcome": ",".join(outcomes)}
+        del server.live[self.writer.id]
         server.finished.appendleft(row)
-        outcome = self.outcome.partition(",")[0]
-        server.metrics.duration.labels(self.model.name, outcome).observe(row["seconds"])
-        log.info("%s, %s", _summary(row), self.outcome)
+        server.metrics.duration.labels(name, outcomes[0]).observe(row["seconds"])
+        log.info("%s, %s", _summary(row), row["outcome"])
 
 
 def _summary(row: Row) -> str:

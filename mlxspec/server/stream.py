@@ -50,6 +50,7 @@ class Choice:
     def take(self, output: Output) -> Piece:
         """Add an output. Raises ApiError where the engine could not answer."""
         if output.finish in ("error", "abort"):
+            self.finish = output.finish
             raise failure(output)
         reader, read = self.reader, self.reader.count
         text = reader.feed(output.tokens)

@@ -105,12 +105,7 @@ def at_rest(s: Served) -> None:
     state = s.app.state.server
     assert soon(
         lambda: (
-            not (
-                s.worker._streams
-                or s.worker._busy
-                or state.live
-                or s.server.server_state.tasks
-            )
+            not (s.worker._streams or s.worker._busy or state.live or s.server.server_state.tasks)
             and not state.text_jobs
             and s.worker._inbox.empty()
         )

@@ -22,7 +22,7 @@ from mlxspec.model.hub import cache_of
 from mlxspec.server import embeddings, page
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import FIRST, Items, Strict, Token, receive, report_ignored
-from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
+from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
 from mlxspec.server.ollama import endpoints as ollama
@@ -31,7 +31,7 @@ from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import protect
 from mlxspec.server.state import Model, ServerState, run_on_text_thread, while_connected
-from mlxspec.text.chat import Tokenizer, conversation_of, render
+from mlxspec.text.chat import Tokenizer
 from mlxspec.training.recorder import Recorder
 from mlxspec.types import Served
 
@@ -181,7 +181,7 @@ class Tokenize(Strict):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: Json = Field({})
 
 
 async def tokenize(http: HttpRequest) -> Response:
@@ -197,10 +197,9 @@ async def tokenize(http: HttpRequest) -> Response:
 def _tokens(model: Model, body: Tokenize) -> list[int]:
     if body.messages is None:
         return encode_prompt(model, body.prompt or "", body.add_special_tokens)
-    options = template_options(body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
-    talk = conversation_of(body.messages, body.tools, options, model.history)
-    prompted, context = body.add_generation_prompt, model.info.context
-    return render(model.tokenizer, talk, model.history, prompted, context).ids
+    options = {"reasoning_effort": body.reasoning_effort, **body.chat_template_kwargs}
+    chat = ChatRequest(body.messages, body.tools, options=options)
+    return render_prompt(model, chat, body.add_generation_prompt)[1].ids
 
 
 class Detokenize(Strict):

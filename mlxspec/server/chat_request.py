@@ -52,9 +52,9 @@ class Format:
 class ChatRequest:
     """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
     checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
-    none, required, or a dict {"name": ...}. `options` are variables of the template. `source` is
-    the body's field that holds the conversation. `continued`: the answer continues the last
-    message. `budget` is the most tokens of reasoning."""
+    none, required, or a dict {"name": ...}. `options` are variables of the template; None: not
+    sent. `source` is the body's field that holds the conversation. `continued`: the answer
+    continues the last message. `budget` is the most tokens of reasoning."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -112,17 +112,15 @@ def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices:
             remember(tokenizer, talk, prompt, turn, choice.ids, history)
 
 
-def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
+def render_prompt(
+    model: Model, chat: ChatRequest, generation_prompt: bool = True
+) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
-    talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
+    options = {name: value for name, value in chat.options.items() if value is not None}
+    talk = conversation_of(chat.messages, chat.tools, options, model.history)
     talk = replace(talk, continued=chat.continued)
-    prompt = render(
-        model.tokenizer,
-        talk,
-        model.history,
-        context=model.info.context,
-        field=chat.source,
-    )
+    context = model.info.context
+    prompt = render(model.tokenizer, talk, model.history, generation_prompt, context, chat.source)
     return talk, prompt
 
 
@@ -240,15 +238,6 @@ def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
     if highest >= vocab:
         why = f"{source} has the token id {highest}; ids run from 0 to {vocab - 1}"
         raise invalid(source, why)
-
-
-def template_options(kwargs: Json | None, **fields: Any) -> Json:
-    """Variables for the chat template. `fields` are fields of the body that are named like the
-    variables; None: not sent."""
-    return {
-        **(kwargs or {}),
-        **{name: value for name, value in fields.items() if value is not None},
-    }
 
 
 def encode_prompt(

@@ -52,7 +52,12 @@ async def test_a_browser_gets_the_page_others_a_text(make: Make) -> None:
 
 async def test_every_file_and_its_headers(make: Make) -> None:
     s = make()
-    kinds = {".html": "text/html", ".css": "text/css", ".js": "/javascript", ".svg": "image/svg+xml"}
+    kinds = {
+        ".html": "text/html",
+        ".css": "text/css",
+        ".js": "/javascript",
+        ".svg": "image/svg+xml",
+    }
     for name in page.FILES:
         answer = await s.get(f"/page/{name}")
         assert answer.status == 200 and answer.body == (HERE / name).read_bytes()

@@ -4,9 +4,9 @@ Rule: an endpoint is a function of a request; what they share is the `ServerStat
 """
 
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -138,34 +138,24 @@ def _model(served: Served) -> Json:
 
 
 class Load(Strict):
+    """`pin` is for a load, `force` for the unload of a pinned model."""
+
     model: str
     pin: bool | None = None
-
-
-async def load(http: HttpRequest) -> Response:
-    """Responds when the model is loaded."""
-    body, model = await receive(http, Load)
-    return await _change(http, model, model.server.worker.load(model.name, body.pin))
-
-
-class Unload(Strict):
-    model: str
     force: bool = False
 
 
-async def unload(http: HttpRequest) -> Response:
-    """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
-    body, model = await receive(http, Unload)
-    return await _change(http, model, model.server.unload(model.name, body.force))
-
-
-async def _change(http: HttpRequest, model: Model, work: Coroutine[Any, Any, None]) -> Response:
-    """The model's object after `work` on it, and the seconds that it took."""
-    worker, began = model.server.worker, time.monotonic()
-    await while_connected(http, work)
+async def load(http: HttpRequest) -> Response:
+    """The model's object when it is loaded or, of /v1/models/unload, when its memory is free, and
+    the seconds that it took; 409 if it is pinned or stays busy."""
+    body, model = await receive(http, Load)
+    server, name, began = model.server, model.name, time.monotonic()
+    if http.url.path.endswith("/unload"):
+        await while_connected(http, server.unload(name, body.force))
+    else:
+        await while_connected(http, server.worker.load(name, body.pin))
     seconds = round(time.monotonic() - began, 3)
-    body = {**_model(worker.models[model.name]), "seconds": seconds}
-    return JSONResponse(body)
+    return JSONResponse({**_model(server.worker.models[name]), "seconds": seconds})
 
 
 class Tokenize(Strict):
@@ -235,7 +225,7 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /v1/responses/{id}/input_items": responses.input_items,
     "GET /v1/models": models,
     "POST /v1/models/load": load,
-    "POST /v1/models/unload": unload,
+    "POST /v1/models/unload": load,
     "GET /v1/models/{name:path}": model,
     "POST /v1/tokenize": tokenize,
     "POST /v1/detokenize": detokenize,

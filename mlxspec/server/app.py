@@ -83,11 +83,9 @@ async def health(http: HttpRequest) -> Response:
     reason = state.unwell()
     if reason:
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    served = state.worker.models
-    running = sum(model.stats.running for model in served.values())
-    waiting = sum(model.stats.waiting for model in served.values())
-    loaded = [name for name, model in served.items() if model.status == "loaded"]
-    body = {"status": "ok", "running": running, "waiting": waiting, "loaded": loaded}
+    served = state.worker.models.items()
+    loaded = [name for name, model in served if model.status == "loaded"]
+    body: Json = {"status": "ok", "loaded": loaded}
     if state.note:
         body["note"] = state.note
     return JSONResponse(body)

@@ -264,11 +264,6 @@ def test_what_runs_comes_first(make: Make) -> None:
     ids = [r["id"] for r in book.rows()]
     assert ids[:5] == ["2", "0", "1", str(len(states) - 1), str(len(states) - 2)]
     assert ids[len(states) :] == [f"e{i}" for i in range(state.MAX_FINISHED, 0, -1)]
-    book = state.Journal({"b": lambda: row | {"id": "b"}})
-    book.end(row)
-    assert [r["id"] for r in book.rows()] == ["b", "a"]
-    book.end(row | {"id": "b"})
-    assert [r["id"] for r in book.rows()] == ["b", "a"] and not book.live
 
 
 async def test_verdicts_of_kernels(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

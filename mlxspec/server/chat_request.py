@@ -200,22 +200,20 @@ def _grammar(
         raise rejected(form.field, "with a last message of the assistant: send one of them")
     if form and form.lark and calls:
         raise rejected(form.field, "with tools: send one of them, or tool_choice 'none'")
-    rules = []
     if required:
-        where = "tool_choice"
-    elif form is None:
+        form = Format("tool_choice", None)
+    if form is None:
         return None
-    elif form.lark:
+    if form.lark:
         text = checked_lark(form.value, form.field)
-        return grammars.compiled(text, prompt.thinking, form.field)
     else:
-        where = form.field
-        rules.append(json_rule(form.value, where))
-    if calls:
-        name = choice["name"] if isinstance(choice, Mapping) else None
-        single = name is not None or not generation.body.parallel_tool_calls
-        rules.append(grammars.calls(talk.tools, name, single, where))
-    return grammars.compiled(grammars.rules(rules), prompt.thinking, where)
+        rules = [] if required else [json_rule(form.value, form.field)]
+        if calls:
+            name = choice["name"] if isinstance(choice, Mapping) else None
+            single = name is not None or not generation.body.parallel_tool_calls
+            rules.append(grammars.calls(talk.tools, name, single, form.field))
+        text = grammars.rules(rules)
+    return grammars.compiled(text, prompt.thinking, form.field)
 
 
 def _limited(

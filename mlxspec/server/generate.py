@@ -7,7 +7,7 @@ is aborted, and it is counted and logged once.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,9 +56,8 @@ class Generation:
         self.model.server.live[id] = self._row
         try:
             if self.body.stream:
-                async with aclosing(self._events()) as events:
-                    response = StreamingResponse(events, 200, headers | STREAM, self.media)
-                    await response(scope, receive, send)
+                response = StreamingResponse(self._events(), 200, headers | STREAM, self.media)
+                await response(scope, receive, send)
             else:
                 body = await while_connected(HttpRequest(scope, receive), self._body())
                 await JSONResponse(body, headers=headers)(scope, receive, send)

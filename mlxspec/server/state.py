@@ -214,7 +214,6 @@ async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
         return job.result()
     finally:
         job.cancel()
-        await asyncio.wait((job,))
-        if not job.cancelled():
-            job.exception()  # of its end after the client left: nobody else asks
+        # An error after the client has left is nobody's.
+        await asyncio.gather(job, return_exceptions=True)
         del job  # break the cycle error -> traceback -> frame -> task -> error

@@ -7,7 +7,6 @@ is aborted, and it is counted and logged once.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,23 +100,24 @@ class Generation:
         written = time.monotonic()
         try:
             while self._runs():
-                data, output = b"", None
-                with suppress(TimeoutError):
+                data = b""
+                try:
                     async with asyncio.timeout(min(pause, PROGRESS_S)):
                         output = await self.queue.get()
-                if output is not None:
                     data = writer.chunk(*self._read(output))
-                elif comments and (usage := self._usage()).read > told:
-                    told = usage.read
-                    yield b": prompt %d of %d\n\n" % (told, usage.prompt)
-                    if body.return_progress or body.stream_options.include_progress:
-                        tells = {  # as llama.cpp has it, whichever the API is
-                            "total": usage.prompt,
-                            "cache": usage.cached,
-                            "processed": told,
-                            "time_ms": round(1e3 * usage.seconds),
-                        }
-                        data = stream.event({"choices": [], "prompt_progress": tells})
+                except TimeoutError:
+                    usage = self._usage()
+                    if comments and usage.read > told:
+                        told = usage.read
+                        yield b": prompt %d of %d\n\n" % (told, usage.prompt)
+                        if body.return_progress or body.stream_options.include_progress:
+                            tells = {  # as llama.cpp has it, whichever the API is
+                                "total": usage.prompt,
+                                "cache": usage.cached,
+                                "processed": told,
+                                "time_ms": round(1e3 * usage.seconds),
+                            }
+                            data = stream.event({"choices": [], "prompt_progress": tells})
                 if not data and time.monotonic() - written >= pause:
                     data = writer.still_here()
                     if comments:

@@ -44,7 +44,7 @@ def serve_model(
     """
     if os.environ.get("MLX_RANK", "0") != "0":
         follow(config)
-    load_on_request = listener is not None
+    load_on_request = bool(listener)
     if listener:
         host, port = listener.getsockname()[:2]
         config = replace(config, host=host, port=port)
@@ -62,7 +62,9 @@ def serve_model(
     for number in _signals():
         signal.signal(number, stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
-        end(serve(_load(config, load_on_request, note), listener))
+        app = _load(config, load_on_request)
+        app.state.server.note = note
+        end(serve(app, listener))
 
 
 def follow(config: Config) -> NoReturn:
@@ -107,7 +109,7 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _load(config: Config, load_on_request: bool = False, note: str = "") -> Starlette:
+def _load(config: Config, load_on_request: bool = False) -> Starlette:
     """The application, with the default model loaded unless `load_on_request`."""
     blas.load()
     from mlxspec.engine.worker import Worker
@@ -136,9 +138,7 @@ def _load(config: Config, load_on_request: bool = False, note: str = "") -> Star
 
     announce(f"mlxspec serve {as_flags(config)}")
     paths = {other.name: other.path for other in others}
-    app = create_app(worker, chosen.tokenizer, chosen.path, config, paths)
-    app.state.server.note = note
-    return app
+    return create_app(worker, chosen.tokenizer, chosen.path, config, paths)
 
 
 def announce(text: str) -> None:

@@ -136,11 +136,13 @@ class Worker:
         """End a request, or one choice, before the next step; unknown ids do nothing."""
         self._inbox.put(partial(self._manager.abort, request_id, index))
 
-    def stop(self) -> None:
-        """End the thread after its current step, waiting at most STOP_S; may be called twice."""
+    def stop(self, seconds: float = STOP_S) -> bool:
+        """End the thread after its current step, waiting for at most `seconds`; whether it has
+        ended. May be called twice."""
         self._stop_soon()
         if self._thread.is_alive():
-            self._thread.join(STOP_S)
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _stop_soon(self) -> None:
         """Let the thread end; its last act is to answer all requests."""

@@ -8,12 +8,7 @@ from starlette.types import ASGIApp
 from mlxspec.server.anthropic.schema import Messages, Prompt, chat_messages
 from mlxspec.server.anthropic.writer import MessageWriter
 from mlxspec.server.body import receive
-from mlxspec.server.chat_request import (
-    ChatRequest,
-    chat_generation,
-    prompt_length,
-    template_options,
-)
+from mlxspec.server.chat_request import ChatRequest, chat_generation, prompt_length
 from mlxspec.server.errors import ApiError, HttpRequest
 from mlxspec.server.generate import Generation
 from mlxspec.server.state import run_on_text_thread
@@ -47,7 +42,7 @@ def _asked(body: Prompt) -> ChatRequest:
         body.functions(deferred=False),
         body.choice,
         body.functions(deferred=True),
-        template_options(None, enable_thinking=thinking),
+        {"enable_thinking": thinking},
         continued=body.messages[-1].open,
         budget=body.thinking.budget_tokens,
     )

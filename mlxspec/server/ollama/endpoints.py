@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import receive
-from mlxspec.server.chat_request import ChatRequest, chat_generation, template_options
+from mlxspec.server.chat_request import ChatRequest, chat_generation
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.ollama.schema import Chat, Generate
@@ -99,11 +99,10 @@ async def answer(http: HttpRequest) -> ASGIApp:
         return JSONResponse(writer.line(Piece()) | await _load(http, model, keep))
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
-    options = template_options(None, **{variable: body.think})
     asked = ChatRequest(
         body.messages,
         body.tools,
-        options=options,
+        options={variable: body.think},
         source=source,
     )
     return await run_on_text_thread(http, chat_generation, made, asked)

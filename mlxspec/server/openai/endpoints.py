@@ -13,7 +13,6 @@ from mlxspec.server.chat_request import (
     chat_generation,
     encode_prompt,
     engine_request,
-    template_options,
 )
 from mlxspec.server.errors import HttpRequest, invalid
 from mlxspec.server.generate import Generation
@@ -35,7 +34,7 @@ KINDS: dict[str, type[Completion]] = {
 async def chat(http: HttpRequest) -> ASGIApp:
     body, model = await receive(http, Chat)
     effort = body.reasoning_effort or body.reasoning.effort
-    options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
+    options = {"reasoning_effort": effort, **body.chat_template_kwargs}
     asked = ChatRequest(
         body.messages,
         body.tools,

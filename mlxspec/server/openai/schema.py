@@ -188,7 +188,7 @@ class Chat(Common):
     top_logprobs: Tops | None = None
     reasoning_effort: str | None = None
     reasoning: Reasoning = Reasoning()
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: Json = Field({})
     tools: Items | None = None
     functions: Items | None = None  # the form before tools, in which an answer has one call at most
     function_call: Any = None

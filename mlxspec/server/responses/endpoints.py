@@ -15,12 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import IGNORED, Strict, receive, validate, wrong
-from mlxspec.server.chat_request import (
-    ChatRequest,
-    chat_generation,
-    prompt_length,
-    template_options,
-)
+from mlxspec.server.chat_request import ChatRequest, chat_generation, prompt_length
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.responses.schema import Create, chat_messages, known_tools
@@ -122,7 +117,7 @@ async def create(http: HttpRequest) -> ASGIApp:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    options = template_options(body.chat_template_kwargs, reasoning_effort=body.reasoning.effort)
+    options = {"reasoning_effort": body.reasoning.effort, **body.chat_template_kwargs}
     asked = ChatRequest(
         messages,
         [tool.definition for tool in tools.values()],

@@ -108,7 +108,7 @@ class Create(openai.Common):
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
     include: Annotated[list[str], FIRST] = Field([])
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: Json = Field({})
 
     @field_validator("include")
     @classmethod

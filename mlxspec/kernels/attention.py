@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from math import ceil, e, log, log2, prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -89,8 +90,9 @@ class Shape:
 
 def _shape(a: Attention) -> Shape | None:
     """The shape of a call; None if the kernel does not support it."""
-    of_v = a.packings[1]
-    shape = Shape(
+    of_k, of_v = a.packings
+    return _supported(
+        ((of_k or a.keys).dtype, (of_v or a.values).dtype),
         a.q.dtype,
         a.q.shape[1],
         len(a.keys),
@@ -101,9 +103,14 @@ def _shape(a: Attention) -> Shape | None:
         a.window or 0,
         a.sinks is not None,
     )
-    dims = (shape.dim, shape.dim_v)
-    for dim, pool, packing in zip(dims, (a.keys, a.values), a.packings, strict=True):
-        if dim % 8 or not 16 <= dim <= 256 or a.q.dtype != (packing or pool).dtype:
+
+
+@cache  # each layer of each step asks
+def _supported(dtypes: tuple[mx.Dtype, mx.Dtype], *parameters: Any) -> Shape | None:
+    """The Shape of these parameters, if the kernel supports it with K and V of these dtypes."""
+    shape = Shape(*parameters)
+    for dim, dtype in zip((shape.dim, shape.dim_v), dtypes, strict=True):
+        if dim % 8 or not 16 <= dim <= 256 or dtype != shape.dtype:
             return None
     return shape if shape.gqa <= 64 else None
 
@@ -221,8 +228,10 @@ def paged_attention(
     first = a.groups[0].lo
     for ours, run in groupby(a.groups, proven):
         groups = list(run)
-        q = a.q[groups[0].lo - first : groups[-1].hi - first]
-        part = replace(a, q=q, groups=groups)
+        part = a
+        if len(groups) < len(a.groups):
+            q = a.q[groups[0].lo - first : groups[-1].hi - first]
+            part = replace(a, q=q, groups=groups)
         if shape and ours:
             out.append(_launch(part, shape))
         else:

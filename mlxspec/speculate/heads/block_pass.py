@@ -6,6 +6,7 @@ block's own K/V are never stored.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -50,8 +51,8 @@ class BlockPass(Pass):
         caches: Sequence[Any],
     ) -> None:
         row = head.embed(mx.array([[0]]))
-        for layer, cache in zip(head.module.layers, caches, strict=True):
-            layer.self_attn(row, None, cache)
+        for layer, kv in zip(head.module.layers, caches, strict=True):
+            layer.self_attn(row, None, kv)
 
     def read(self, rows: Rows) -> None:
         if rows.entries:
@@ -85,11 +86,10 @@ class BlockPass(Pass):
         starts = mx.array([e.start for e in drafting])
         if chain.shift is not None:
             starts = starts + chain.shift
-        kinds = [(layer.window, layer.causal) for layer in module.layers]
-        seen = {kind: self._context(drafting, starts, rows, *kind) for kind in set(kinds)}
+        context = cache(partial(self._context, drafting, starts, rows))
         caches = []
-        for kind, pages in zip(kinds, self.pages, strict=True):
-            blocks, mask = seen[kind]
+        for layer, pages in zip(module.layers, self.pages, strict=True):
+            blocks, mask = context(layer.window, layer.causal)
             caches.append((mask, BlockCache(pages, blocks, starts)))
         block = self.head.embed(mx.concatenate([chain.tokens[:, None], masks], axis=1))
         out: mx.array = module(block, caches)[:, extra:]

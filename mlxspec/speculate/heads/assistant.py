@@ -146,12 +146,6 @@ def load_assistant(
         if name != "lm_head.weight"  # the embedding again
     }
     size, vocab = owner.args.hidden_size, owner.args.vocab_size
-    has = len(tensors["post_projection.weight"]), len(tensors["embed_tokens.weight"])
-    if has != (size, vocab):
-        raise UnsupportedModel(
-            f"the head in {files.path} is for a model of hidden size {has[0]} with {has[1]} tokens;"
-            f" this one has {size} and {vocab}"
-        )
     clusters = 0
     if ORDERING in tensors:
         order = tensors[ORDERING] = tensors[ORDERING].astype(mx.int32)
@@ -160,8 +154,8 @@ def load_assistant(
             raise UnsupportedModel(f"the head in {files.path} is damaged: {ORDERING}")
     text = files.config["text_config"]
     count = text["num_hidden_layers"]
-    shared = {"num_kv_shared_layers": count, "hidden_size_per_layer_input": 0}
-    args = type(owner.args).from_dict(text | shared)
+    set_here = dict(num_kv_shared_layers=count, hidden_size_per_layer_input=0, vocab_size=vocab)
+    args = type(owner.args).from_dict(text | set_here)
     make: Any = type(found[0])
     layers = [make(args, i) for i in range(count)]
     reads = tuple(holders[layer.layer_type] for layer in layers)

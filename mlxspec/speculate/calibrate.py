@@ -1,11 +1,10 @@
 """Measures what a step costs on this machine, by its rows and its context; once for each model.
 
-Rule: the measurement takes SECONDS, or as long as it takes to measure each once; the controller
-corrects it by the steps that follow.
+Rule: the measurement takes SECONDS, or as long as it takes to measure FIRST_ROWS once; what lies
+between is interpolated, and the controller corrects it by the steps that follow.
 """
 
 import time
-from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +18,10 @@ from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Seq
 SECONDS = 1.0
 TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
+FIRST_ROWS = (1, 2, 4, 8, 16, 32)
+LONG_ROWS = (1, 8, 32)  # measured with the long one: what it adds grows evenly in between
 MORE = GRID[-1] + 1  # tokens behind a context that a measurement needs room for
+MEASURED = CONTEXTS[1] + MORE
 
 
 def contexts_in(capacity: int) -> tuple[int, int]:
@@ -37,19 +39,8 @@ def calibrate(
     report: Report = lambda done, total: None,
 ) -> Costs:
     """The cost of a step of one sequence with 1 to 32 rows after so many tokens; `table` are unused
-    blocks. Each is the best of as many turns as there is time for; of two at least where kernels
-    are compiled at their first use."""
-    until = time.perf_counter() + SECONDS
-    least = 2 if mx.metal.is_available() else 1
-    points = list(product(range(len(contexts)), range(len(GRID))))
-    times = np.full((len(contexts), len(GRID)), np.inf)
-    time_step(runner, table, contexts[0], 1)
-    for turn in range(TURNS):
-        if turn >= least and time.perf_counter() > until:
-            break
-        for done, (i, j) in enumerate(points):
-            report(turn * len(points) + done, TURNS * len(points))
-            times[i, j] = min(times[i, j], time_step(runner, table, contexts[i], GRID[j]))
+    blocks."""
+    times = _measure(runner, table, contexts, report)
     # More rows and more context are never cheaper: what says so is noise.
     for axis in range(2):
         times = np.maximum.accumulate(times, axis)
@@ -57,6 +48,40 @@ def calibrate(
     ms = 1e3 * times[0]
     log.info("a step takes %.1f ms with 1 row, %.1f ms with 32 rows", ms[0], ms[-1])
     return Costs(contexts, GRID, (low, high))
+
+
+def _measure(
+    runner: Runner,
+    table: list[int],
+    contexts: tuple[int, int],
+    report: Report,
+) -> np.ndarray:
+    """Seconds [contexts, rows of GRID], the best of as many turns as there is time for; at least
+    one of FIRST_ROWS, two where kernels are compiled at their first use."""
+    until = time.perf_counter() + SECONDS
+    first = 2 if mx.metal.is_available() else 1
+    each_once = dict.fromkeys(FIRST_ROWS + GRID)
+    points = [(rows, first) for rows in each_once]
+    points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID]
+    best = np.full((2, len(GRID)), np.inf)
+    time_step(runner, table, contexts[0], 1)
+    for done, (rows, times) in enumerate(points):
+        report(done, len(points))
+        if done >= len(FIRST_ROWS) and time.perf_counter() > until:
+            break
+        at = GRID.index(rows)
+        for i, context in enumerate(contexts):
+            if i == 0 or rows in LONG_ROWS:
+                took = [time_step(runner, table, context, rows) for _ in range(times)]
+                best[i, at] = min(best[i, at], *took)
+    low = _filled(best[0])
+    return np.array([low, low + _filled(best[1] - low)])
+
+
+def _filled(values: np.ndarray) -> np.ndarray:
+    """By rows of GRID, with what lies between two measured ones."""
+    known = np.isfinite(values)
+    return np.array(np.interp(GRID, np.array(GRID)[known], values[known]))
 
 
 def time_step(

@@ -18,7 +18,7 @@ from mlxspec.engine.memory import STATES
 from mlxspec.files import format_size
 from mlxspec.model.layout import CacheBytes
 from mlxspec.speculate import heads
-from mlxspec.speculate.calibrate import CONTEXTS, MORE
+from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.types import FINAL_NORM, OutOfMemory
@@ -107,9 +107,7 @@ def test_what_drafts_cost_is_measured_once(
         self.token, self.fixed = 2.0, 3.0
 
     target, head = both(tmp_path, "llama")
-    config = settings(
-        kv_blocks=64 + (CONTEXTS[1] + MORE) // BLOCK
-    )  # room to try the head at the first start
+    config = settings(kv_blocks=64 + MEASURED // BLOCK)  # room to try the head at the first start
     path, other = (head, target) if draft == "head" else (target, head)
     monkeypatch.setattr(DraftCosts, "measure", found)
     e, _ = load_engine(target, "tiny", config, path)
@@ -170,7 +168,7 @@ def test_prompts_on_disk_are_those_of_the_same_head(
 def test_prompts_on_disk_are_those_of_the_same_hidden_state(tmp_path: Path) -> None:
     """A later trial, as after an update, may choose another one for the head to read."""
     target, path = both(tmp_path, "qwen3_5")
-    room = dict(kv_blocks=64 + (CONTEXTS[1] + MORE) // BLOCK)  # to try the head
+    room = dict(kv_blocks=64 + MEASURED // BLOCK)  # to try the head
     assert serve(target, path, **room)[1] == 0
     assert serve(target, path, **room)[1] >= 5 * BLOCK
     (known,) = (tmp_path / "cache/costs").iterdir()

@@ -8,7 +8,7 @@ import pytest
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
-from mlxspec.speculate.calibrate import calibrate, contexts_in
+from mlxspec.speculate.calibrate import FIRST_ROWS, LONG_ROWS, calibrate, contexts_in
 from mlxspec.speculate.controller import GRID
 from tests import tiny
 
@@ -41,7 +41,9 @@ def test_contexts_follow_from_the_room(tokens: int, contexts: tuple[int, int] | 
     assert found == contexts if contexts else found[1] < 1
 
 
-def test_a_slow_model_is_measured_once(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_model_is_measured_once_at_few_points(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time is over at once; all is known all the same, and a longer context is never
     cheaper."""
     asked: list[Any] = []
@@ -50,9 +52,12 @@ def test_a_slow_model_is_measured_once(runner: Runner, monkeypatch: pytest.Monke
         module, "time_step", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
     costs = calibrate(runner, table(), CONTEXTS)
-    each = [(context, rows) for context in CONTEXTS for rows in GRID]
-    assert asked[0] == (64, 1) and sorted(asked[1:]) == each
+    assert asked[0] == (64, 1) and sorted(asked[1:]) == [
+        *((64, rows) for rows in FIRST_ROWS),
+        *((159, rows) for rows in LONG_ROWS),
+    ]
     assert list(costs.rows) == list(GRID)
+    # What lies between is interpolated.
     assert all(times == pytest.approx([r / 8 for r in GRID]) for times in costs.measured)
 
 

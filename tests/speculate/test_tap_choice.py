@@ -11,7 +11,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.engine.loader import load_engine
-from mlxspec.speculate.calibrate import CONTEXTS, MORE
+from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.types import FINAL_NORM, Tap
 from tests import tiny
 from tests.engine.test_heads import head_of
@@ -57,7 +57,7 @@ def test_the_hidden_state_that_a_head_was_trained_with_is_chosen(
         cache_dir=str(tmp_path / "cache"),
         cache_gb=0,
         block_size=BLOCK,
-        kv_blocks=64 + (CONTEXTS[1] + MORE) // BLOCK,
+        kv_blocks=64 + MEASURED // BLOCK,
     )
     target, head = pair(tmp_path, tap, seed)
     e, _ = load_engine(target, "tiny", config, head)

@@ -29,7 +29,6 @@ class CompletionWriter:
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
     echoes: list[str] = field(default_factory=list)  # the prompts that the choices begin with
-    legacy: bool = False  # calls are written as `function_call`
 
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice of a chat, the prompts that choices begin with."""
@@ -116,12 +115,7 @@ class CompletionWriter:
     def _choice(
         self, index: int, said: Any, logprobs: Json | None, finish: str | None, key: str = "delta"
     ) -> Json:
-        """A choice of a body or chunk, in the form that the request has."""
-        if self.legacy:
-            if calls := said.pop("tool_calls", None):
-                said["function_call"] = calls[0]["function"]
-            if finish == "tool_calls":
-                finish = "function_call"
+        """A choice of a body or chunk."""
         return {
             "index": index,
             key if self.chat else "text": said,

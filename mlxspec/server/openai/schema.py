@@ -56,6 +56,7 @@ UNSUPPORTED: Json = {
     "typical_p": 1,
     "use_beam_search": False,
     "best_of": 1,
+    "echo": False,
     "modalities": ["text"],
     "include_stop_str_in_output": False,
 }
@@ -221,7 +222,6 @@ class Completion(Common):
         ONE_OR_MORE,
     ]
     suffix: str = ""  # what comes after an answer
-    echo: bool = False  # an answer begins with its prompt
     logprobs: Tops | None = None
 
     @property
@@ -239,7 +239,6 @@ class Fill(Completion):
     one."""
 
     prompt: str
-    echo: Literal[False] = False
     input_prefix: str = ""  # what the prompt continues
     input_extra: Annotated[list[File], FIRST] = Field([], max_length=MAX_PARTS)
 

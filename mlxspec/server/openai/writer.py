@@ -28,16 +28,13 @@ class CompletionWriter:
     chat: bool  # not a text completion
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
-    echoes: list[str] = field(default_factory=list)  # the prompts that the choices begin with
 
     def opening(self, usage: Usage) -> bytes:
-        """The role of each choice of a chat, the prompts that choices begin with."""
+        """The role of each choice of a chat."""
         data = b""
         if self.chat:
             for i in range(self.request.n):
                 data += self._chunk(i, {"role": "assistant", "content": ""})
-        for i, text in enumerate(self.echoes):
-            data += self._chunk(i, text)
         return data
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
@@ -82,8 +79,6 @@ class CompletionWriter:
             said: Any = {**message(choice), "refusal": None}
             if not self.chat:
                 said = texts(choice.whole)["content"]
-            if self.echoes:
-                said = self.echoes[choice.index] + said
             made = self._choice(
                 choice.index,
                 said,

@@ -11,8 +11,8 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.server.errors import ApiError
-from mlxspec.server.responses.endpoints import NOT_ENCRYPTED, Store
-from mlxspec.server.responses.writer import plain_input
+from mlxspec.server.responses.endpoints import Store
+from mlxspec.server.responses.writer import NOT_ENCRYPTED, plain_input
 from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, Answer, Connection, Server, server
 
@@ -147,7 +147,7 @@ async def test_a_stream(make: Callable[..., Server]) -> None:
 @pytest.mark.parametrize("group", [1, 3, 200])
 async def test_reasoning_and_calls(make: Callable[..., Server], group: int) -> None:
     said = f"{THOUGHT}I look. \n{CALL}\n{SPAWN}\n{PATCH}"
-    body = {"tools": TOOLS, "include": ["reasoning.encrypted_content"]}
+    body = {"tools": TOOLS}
     found = events(await ask(make(said, group=group), stream=True, **body))
     steps = [kind for kind in kinds(found) if not kind.endswith("text.delta")]
     assert steps == [
@@ -204,10 +204,6 @@ async def test_reasoning_tokens(make: Callable[..., Server], agent: tuple[Any, P
     assert await count(THOUGHT + "hello") == thought
     assert await count(THOUGHT + "hello", max_output_tokens=5) == 5  # it was still thinking
     assert await count("hello") == 0
-
-
-async def test_reasoning_is_not_sealed_unless_asked(make: Callable[..., Server]) -> None:
-    assert (await ask(make(THOUGHT + "hello"))).json["output"][0]["encrypted_content"] is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

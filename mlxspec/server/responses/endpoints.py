@@ -29,8 +29,6 @@ from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.text.messages import listed
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
-# The `encrypted_content` of reasoning, for clients that only send it back with one.
-NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 # Fields of the request that the response repeats, with their defaults.
 DEFAULTS: Json = {
     **dict.fromkeys(
@@ -138,8 +136,6 @@ async def create(http: HttpRequest) -> ASGIApp:
     response = _response(model, body)
     by_name = {tool.name: tool for tool in tools.values()} | tools
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
-    if "reasoning.encrypted_content" in body.include:
-        writer.encrypted = NOT_ENCRYPTED
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
     made = Generation(model, body, writer)

@@ -39,7 +39,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
     asked = ChatRequest(
         body.messages,
         body.tools,
-        body.choice,
+        body.tool_choice,
         options=options,
         budget=body.reasoning.max_tokens,
     )

@@ -5,7 +5,7 @@ Rule: where the body says nothing, a sampling setting is None and the model's ow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, TypeAdapter
 
 from mlxspec.server.body import (
     FIRST,
@@ -160,10 +160,6 @@ class Common(Strict):
         return None
 
 
-class Function(Strict):
-    name: str
-
-
 class Reasoning(Strict):
     """How much to reason: a word that a template may know, or a number of tokens."""
 
@@ -173,7 +169,7 @@ class Reasoning(Strict):
 
 class NamedTool(Strict):
     type: str = "function"
-    function: Function
+    full_name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
 class Chat(Common):
@@ -192,12 +188,6 @@ class Chat(Common):
     @property
     def alternatives(self) -> int | None:
         return 0 if self.logprobs and self.top_logprobs is None else self.top_logprobs
-
-    @property
-    def choice(self) -> str | Json:
-        """The tool choice of a ChatRequest."""
-        choice = self.tool_choice
-        return {"name": choice.function.name} if isinstance(choice, NamedTool) else choice
 
     @property
     def format(self) -> Format | None:

@@ -121,7 +121,7 @@ async def create(http: HttpRequest) -> ASGIApp:
     asked = ChatRequest(
         messages,
         [tool.definition for tool in tools.values()],
-        body.choice,
+        body.tool_choice,
         options=options,
         source="input",
         budget=body.reasoning.max_tokens,

@@ -110,12 +110,6 @@ class Create(openai.Common):
     chat_template_kwargs: Json | None = None
 
     @property
-    def choice(self) -> str | Json:
-        """The tool choice of a ChatRequest."""
-        choice = self.tool_choice
-        return {"name": choice.full_name} if isinstance(choice, Tool) else choice
-
-    @property
     def format(self) -> Format | None:
         given = self.text.format
         if given.type == "json_object":

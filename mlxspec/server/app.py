@@ -216,7 +216,7 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "POST /v1/infill": openai.completions,
     "POST /v1/embeddings": embeddings.create,
     "POST /v1/messages": anthropic.messages,
-    "POST /v1/messages/count_tokens": anthropic.count_tokens,
+    "POST /v1/messages/count_tokens": anthropic.messages,
     "POST /v1/responses": responses.create,
     "POST /v1/responses/input_tokens": responses.create,
     "GET,DELETE /v1/responses/{id}": responses.stored,
@@ -235,5 +235,4 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /api/ps": ollama.models,
     "GET /api/tags": ollama.models,
     "GET /api/version": ollama.version,
-    **{f"POST,DELETE {path}": ollama.refuse for path in ollama.INSTEAD},
 }

@@ -4,7 +4,7 @@ Rule: everything that can be wrong with a request is found here, before anything
 """
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -52,13 +52,13 @@ class Format:
 class ChatRequest:
     """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
     checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
-    none, required, or a dict {"name": ...}. `options` are variables of the template; None: not
-    sent. `source` is the body's field that holds the conversation. `continued`: the answer
-    continues the last message. `budget` is the most tokens of reasoning."""
+    none, required, or an object with a tool's `full_name`. `options` are variables of the template;
+    None: not sent. `source` is the body's field that holds the conversation. `continued`: the
+    answer continues the last message. `budget` is the most tokens of reasoning."""
 
     messages: Sequence[Any]
     tools: Any = None
-    tool_choice: str | Json = "auto"
+    tool_choice: Any = "auto"
     deferred: Sequence[Json] = ()
     options: Json = field(default_factory=dict)
     source: str = "messages"
@@ -209,7 +209,7 @@ def _grammar(
     else:
         rules = [] if required else [json_rule(form.value, form.field)]
         if calls:
-            name = choice["name"] if isinstance(choice, Mapping) else None
+            name = None if isinstance(choice, str) else choice.full_name
             single = name is not None or not generation.body.parallel_tool_calls
             rules.append(grammars.calls(talk.tools, name, single, form.field))
         text = grammars.rules(rules)

@@ -38,12 +38,11 @@ async def chat(http: HttpRequest) -> ASGIApp:
     asked = ChatRequest(
         body.messages,
         body.tools,
-        body.choice,
+        body.tool_choice,
         options=options,
         budget=body.reasoning.max_tokens,
     )
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
-    writer.legacy = bool(body.functions)
     made = Generation(model, body, writer)
     return await run_on_text_thread(http, chat_generation, made, asked)
 
@@ -51,8 +50,6 @@ async def chat(http: HttpRequest) -> ASGIApp:
 async def completions(http: HttpRequest) -> ASGIApp:
     kind = KINDS.get(http.scope["path"].removeprefix("/v1"), Completion)
     body, model = await receive(http, kind)
-    if body.echo and body.logprobs is not None:
-        raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     writer = CompletionWriter(model, body, kind is Fill, f"cmpl-{secrets.token_hex(12)}")
     made = Generation(model, body, writer)
     return await run_on_text_thread(http, completion_generation, made)
@@ -61,8 +58,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
 def completion_generation(generation: Generation) -> Generation:
     """The response, ready to answer; on the text thread. Raises RejectedRequest and ApiError."""
     model, body = generation.model, generation.body
-    writer: Any = generation.writer
-    name = writer.id
+    id = name = generation.writer.id
     for prompt in listed(body.prompt):
         text, ends = prompt, frozenset[int]()
         if body.suffix or isinstance(body, Fill):
@@ -71,13 +67,10 @@ def completion_generation(generation: Generation) -> Generation:
         request = engine_request(model, body, name, ids, "prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
         generation.requests.append(request)
-        name = f"{writer.id}-{len(generation.requests)}"
+        name = f"{id}-{len(generation.requests)}"
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
             generation.choices.append(Choice(len(generation.choices), request, reader))
-            if body.echo:
-                text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-                writer.echoes.append(text)
     return generation
 
 

@@ -5,7 +5,7 @@ Rule: where the body says nothing, a sampling setting is None and the model's ow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, TypeAdapter
 
 from mlxspec.server.body import (
     FIRST,
@@ -56,6 +56,7 @@ UNSUPPORTED: Json = {
     "typical_p": 1,
     "use_beam_search": False,
     "best_of": 1,
+    "echo": False,
     "modalities": ["text"],
     "include_stop_str_in_output": False,
 }
@@ -159,10 +160,6 @@ class Common(Strict):
         return None
 
 
-class Function(Strict):
-    name: str
-
-
 class Reasoning(Strict):
     """How much to reason: a word that a template may know, or a number of tokens."""
 
@@ -172,14 +169,7 @@ class Reasoning(Strict):
 
 class NamedTool(Strict):
     type: str = "function"
-    function: Function
-
-
-def _name(tool: Any) -> Any:
-    match tool:
-        case {"function": {"name": name}}:
-            return name
-    return None
+    full_name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
 class Chat(Common):
@@ -190,44 +180,14 @@ class Chat(Common):
     reasoning: Reasoning = Reasoning()
     chat_template_kwargs: Json = Field({})
     tools: Items | None = None
-    functions: Items | None = None  # the form before tools, in which an answer has one call at most
-    function_call: Any = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat(type="text")
     grammar: str | None = None  # in llguidance's Lark form
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_tools(cls, value: Any) -> Any:
-        """`functions` and `function_call` as tools and tool_choice, and allowed tools as the only
-        ones."""
-        match value:
-            case {"functions": [_, *_] as functions}:
-                tools = [{"type": "function", "function": function} for function in functions]
-                choice = value.get("function_call") or "auto"
-                if isinstance(choice, dict):
-                    choice = {"function": choice}
-                made = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-                return value | made
-            case {
-                "tools": [*tools],
-                "tool_choice": {"allowed_tools": {"mode": mode, "tools": [*some]}},
-            }:
-                names = [_name(tool) for tool in some]
-                tools = [tool for tool in tools if _name(tool) in names]
-                return {**value, "tools": tools, "tool_choice": mode}
-        return value
-
     @property
     def alternatives(self) -> int | None:
         return 0 if self.logprobs and self.top_logprobs is None else self.top_logprobs
-
-    @property
-    def choice(self) -> str | Json:
-        """The tool choice of a ChatRequest."""
-        choice = self.tool_choice
-        return {"name": choice.function.name} if isinstance(choice, NamedTool) else choice
 
     @property
     def format(self) -> Format | None:
@@ -252,7 +212,6 @@ class Completion(Common):
         ONE_OR_MORE,
     ]
     suffix: str = ""  # what comes after an answer
-    echo: bool = False  # an answer begins with its prompt
     logprobs: Tops | None = None
 
     @property
@@ -270,7 +229,6 @@ class Fill(Completion):
     one."""
 
     prompt: str
-    echo: Literal[False] = False
     input_prefix: str = ""  # what the prompt continues
     input_extra: Annotated[list[File], FIRST] = Field([], max_length=MAX_PARTS)
 

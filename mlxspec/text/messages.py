@@ -15,7 +15,7 @@ from mlxspec.types import InvalidRequest, Json, shown
 Messages = list[Json]
 Tools = Sequence[Mapping[str, Any]]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 KEPT = ("name", "reasoning_content", "tool_call_id")  # fields that stay, with role and content
 
 # Claude Code's first system text: a hash of the first user message, for another server's bill. It
@@ -95,6 +95,8 @@ def _message(message: Any, at: str) -> Json:
     texts = _texts(content, f"{at}.content")
     if role in ("system", "developer"):
         role, texts = "system", [BILLING.sub("", text) for text in texts]
+    elif role == "function":
+        role = "tool"
     plain = {"role": role, "content": "".join(texts)}
     for key in KEPT:
         value = message.get(key)
@@ -103,6 +105,8 @@ def _message(message: Any, at: str) -> Json:
         elif value is not None:
             raise rejected_value(f"{at}.{key}", value, "is not text; send a string")
     calls = message.get("tool_calls") or []
+    if role == "assistant" and message.get("function_call"):  # the form before tools
+        calls = [{"function": message["function_call"]}]
     if calls and (role != "assistant" or not isinstance(calls, list)):
         raise rejected(f"{at}.tool_calls", "must be a list, of an assistant's message")
     if calls:

@@ -204,6 +204,64 @@ async def test_a_call_that_is_asked_for_goes_before_a_format(make: Callable[...,
     assert answer.status == 400 and answer.error["param"] == "grammar"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools_are_the_only_ones(make: Callable[..., Server], mode: str) -> None:
+    s = make(OTHER)
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "b"}}]}
+    answer = await s.chat(
+        tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
+    )
+    [call] = answer.json["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "b" and "x-mlxspec-ignored" not in answer.headers
+    await s.chat(tools=TOOLS[1:], tool_choice=mode)
+    one, other = s.engine.submitted
+    assert one.prompt == other.prompt and (one.grammar is None) == (mode == "auto")
+    for wrong in ({"mode": "any", "tools": []}, {"mode": "auto"}, 5):
+        answer = await s.chat(
+            tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": wrong}
+        )
+        assert answer.status == 400 and answer.error["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_functions_of_the_time_before_tools(
+    make: Callable[..., Server], stream: bool
+) -> None:
+    s = make(CALL + OTHER)
+    functions = [tool["function"] for tool in TOOLS]
+    body: Any = {"functions": functions, "function_call": "auto", "stream": stream}
+    answer = await s.chat(**body)
+    assert answer.status == 200 and "x-mlxspec-ignored" not in answer.headers
+    call = {"name": "a", "arguments": '{"x": 1}'}
+    if stream:
+        choices = [choice for event in answer.events[:-1] for choice in event["choices"]]
+        calls = [c["delta"]["function_call"] for c in choices if "function_call" in c["delta"]]
+        whole = {key: "".join(each.get(key, "") for each in calls) for key in call}
+        assert whole == call and choices[-1]["finish_reason"] == "function_call"
+    else:
+        [choice] = answer.json["choices"]
+        assert choice["message"]["function_call"] == call and choice["message"]["content"] is None
+        assert choice["finish_reason"] == "function_call"
+    assert b"tool_calls" not in answer.body
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "a", "content": "42"},
+    ]
+    await s.chat(messages=turns, functions=functions)
+    first, second = (request.prompt for request in s.engine.submitted)
+    so_far = (*first, *encode(s.engine.tokenizer, '<tool_call>\n{"name": "a"', special=False))
+    assert second[: len(so_far)] == so_far and "42" in s.engine.tokenizer.decode(second)
+    await s.chat(functions=functions, function_call={"name": "b"})
+    assert [allowed(s, f'<tool_call>\n{{"name": "{name}"') for name in "ab"] == [False, True]
+    await s.chat(functions=functions, function_call="none")
+    tools = await s.chat(tools=TOOLS, functions=[])
+    assert len(tools.json["choices"][0]["message"]["tool_calls"]) == 2
+    for wrong in ("any", 5, {"name": 5}):
+        answer = await s.chat(functions=functions, function_call=wrong)
+        assert answer.status == 400
+
+
 async def test_a_named_tool_leaves_nothing_ignored(make: Callable[..., Server]) -> None:
     choice = {"type": "function", "function": {"name": "a"}}
     answer = await make(CALL).chat(tools=TOOLS, tool_choice=choice)

@@ -113,7 +113,6 @@ WRONG = [
     ("max_completion_tokens", "9"),
     ("tool_choice", "any"),
     ("tool_choice", {"type": "function"}),
-    ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
     ("response_format", "json"),
     ("response_format.type", {"type": "xml"}),
     ("logprobs", 1),
@@ -223,6 +222,8 @@ TELLING: dict[str, Any] = {
     "return_progress": True,
     "chat_template_kwargs": {"colour": "red"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},  # beside functions
     "tool_choice": "required",  # beside tools
     "parallel_tool_calls": False,  # beside tools, for an answer of two calls
     "response_format": {"type": "json_object"},
@@ -252,6 +253,8 @@ async def test_every_field_is_used(kind: Any, name: str, tokenizer: Any, model_d
     basis: dict[str, Any] = {**(CHAT if kind is Chat else COMPLETION), "seed": 1}
     if name == "top_logprobs":
         basis["logprobs"] = True
+    if name == "function_call":
+        basis["functions"] = TELLING["functions"]
     if name in ("tool_choice", "parallel_tool_calls"):
         basis |= {"tools": TELLING["tools"]}
     says = TWO_CALLS if name == "parallel_tool_calls" else "hello world"

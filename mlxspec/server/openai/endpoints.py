@@ -43,6 +43,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
         budget=body.reasoning.max_tokens,
     )
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
+    writer.legacy = bool(body.functions)
     made = Generation(model, body, writer)
     return await run_on_text_thread(http, chat_generation, made, asked)
 

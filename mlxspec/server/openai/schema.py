@@ -5,7 +5,7 @@ Rule: where the body says nothing, a sampling setting is None and the model's ow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, TypeAdapter
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, TypeAdapter, model_validator
 
 from mlxspec.server.body import (
     FIRST,
@@ -172,6 +172,13 @@ class NamedTool(Strict):
     full_name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
+def _name(tool: Any) -> Any:
+    match tool:
+        case {"function": {"name": name}}:
+            return name
+    return None
+
+
 class Chat(Common):
     messages: Annotated[Items, Field(min_length=1), READABLE]
     logprobs: bool = False
@@ -180,10 +187,34 @@ class Chat(Common):
     reasoning: Reasoning = Reasoning()
     chat_template_kwargs: Json = Field({})
     tools: Items | None = None
+    functions: Items | None = None  # the form before tools, in which an answer has one call at most
+    function_call: Any = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat(type="text")
     grammar: str | None = None  # in llguidance's Lark form
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_tools(cls, value: Any) -> Any:
+        """`functions` and `function_call` as tools and tool_choice, and allowed tools as the only
+        ones."""
+        match value:
+            case {"functions": [_, *_] as functions}:
+                tools = [{"type": "function", "function": function} for function in functions]
+                choice = value.get("function_call") or "auto"
+                if isinstance(choice, dict):
+                    choice = {"function": choice}
+                made = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+                return value | made
+            case {
+                "tools": [*tools],
+                "tool_choice": {"allowed_tools": {"mode": mode, "tools": [*some]}},
+            }:
+                names = [_name(tool) for tool in some]
+                tools = [tool for tool in tools if _name(tool) in names]
+                return {**value, "tools": tools, "tool_choice": mode}
+        return value
 
     @property
     def alternatives(self) -> int | None:

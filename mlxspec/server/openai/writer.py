@@ -28,6 +28,7 @@ class CompletionWriter:
     chat: bool  # not a text completion
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
+    legacy: bool = False  # calls are written as `function_call`
 
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice of a chat."""
@@ -102,10 +103,16 @@ class CompletionWriter:
         return event(data)
 
     def _choice(self, index: int, said: Json, logprobs: Json | None, finish: str | None) -> Json:
-        """A choice of a body or chunk. `said` is a chat's message or delta."""
+        """A choice of a body or chunk, in the form that the request has. `said` is a chat's message
+        or delta."""
+        [message] = said.values()
         if not self.chat:
-            [message] = said.values()
             said = {"text": message.get("content", "")}
+        elif self.legacy:
+            if calls := message.pop("tool_calls", None):
+                message["function_call"] = calls[0]["function"]
+            if finish == "tool_calls":
+                finish = "function_call"
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, piece: Piece) -> Json | None:

@@ -21,6 +21,7 @@ from mlxspec.types import Served
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MODEL = ("model",)
 
@@ -76,7 +77,7 @@ class Metrics:
             buckets=SECONDS,
         )
         self.between_tokens = histogram(
-            "mlxspec_between_tokens_seconds", "From token to token.", MODEL
+            "mlxspec_between_tokens_seconds", "From token to token.", MODEL, buckets=GAPS
         )
         self.duration = histogram(
             "mlxspec_request_seconds",

@@ -75,7 +75,7 @@ def serve(**flags: str | list[str] | None) -> None:
     log_to_stderr(config.log_level)
     from mlxspec.server.process import serve_model
 
-    sys.exit(serve_model(config))
+    serve_model(config)
 
 
 app.command()(chat)

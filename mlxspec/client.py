@@ -12,7 +12,6 @@ from mlxspec.types import UserError
 TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
 MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-NOT_OURS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class ClientError(UserError):
@@ -45,7 +44,9 @@ def request(
             connection.request(method, parts.path + path, data, headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise _error(response, url)
+                message = printable(str(json.loads(response.read(MAX_LINE))["error"]["message"]))
+                fix = "; give --api-key" if response.status == 401 else ""
+                raise ClientError(f"the server answered {response.status}: {message}{fix}")
             yield response
     except ClientError:
         raise
@@ -55,24 +56,12 @@ def request(
         raise ClientError(
             f"{url}: {error or type(error).__name__}; see the server's log"
         ) from error
-    except NOT_OURS as error:
-        raise ClientError(f"{_foreign(url)} ({error!r})") from error
+    except Exception as error:  # in reading what another program answers
+        raise ClientError(
+            f"the program at {url} is not mlxspec ({error!r}); give another --url, or stop it"
+        ) from error
 
 
 def printable(text: str) -> str:
     """Text from elsewhere, without the characters that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _error(response: http.client.HTTPResponse, url: str) -> ClientError:
-    """The server's own message where it is one of ours."""
-    try:
-        message = printable(str(json.loads(response.read(MAX_LINE))["error"]["message"]))
-    except (ValueError, LookupError, TypeError):
-        return ClientError(f"{_foreign(url)} ({response.status})")
-    fix = "; give --api-key" if response.status == 401 else ""
-    return ClientError(f"the server answered {response.status}: {message}{fix}")
-
-
-def _foreign(url: str) -> str:
-    return f"the program at {url} is not mlxspec; give another --url, or stop that program"

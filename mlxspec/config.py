@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mlxspec.types import UNLIMITED, UserError
-
-T = TypeVar("T", str, int, float, tuple[str, ...])
 
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
@@ -29,14 +27,14 @@ class ConfigError(UserError):
 
 
 def option(
-    default: T,
+    default: Any,
     help: str,
     high: float = 0,
     *,
     low: float = 0,
-    choices: tuple[T, ...] = (),
+    choices: tuple[Any, ...] = (),
     secret: bool = False,
-) -> T:
+) -> Any:
     """One row of the table. `low` and `high` bound a number, inclusively; a `secret` value is never
     printed."""
     return field(

@@ -12,42 +12,27 @@ from typing import Any
 WEIGHT_FILES = ("model*.safetensors", "mtp*.safetensors", "mtp/*.safetensors")
 
 
-def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
-    """Write a whole file or nothing, creating its folders.
-
-    `durable`: the data is on the medium when this returns. Raises OSError; the old file then stays.
-    """
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a whole file or nothing, creating its folders. Raises OSError; the old file then
+    stays."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        with part.open("wb") as out:
-            out.write(data)
-            out.flush()
-            if durable:
-                flush_to_medium(out.fileno())
+        part.write_bytes(data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    if durable:
-        with suppress(OSError):  # not every file system can flush a folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            flush_to_medium(folder)
-            os.close(folder)
-
-
-def flush_to_medium(fd: int) -> None:
-    """Flush a file through the drive's own cache, where macOS's fsync does not reach."""
-    if sys.platform == "darwin":
-        with suppress(OSError):  # not every file system supports it
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(fd)
 
 
 def flush_file(path: Path) -> None:
-    """Flush a file that another library wrote to the medium."""
+    """Have a file, and its name, on the medium when this returns: through the drive's own cache,
+    where macOS's fsync does not reach."""
     with path.open("rb") as file:
-        flush_to_medium(file.fileno())
+        if sys.platform == "darwin":
+            with suppress(OSError):  # not every file system supports it
+                fcntl.fcntl(file, fcntl.F_FULLFSYNC)
+                return
+        os.fsync(file)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.drafting import NONE
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import load_engine
+from mlxspec.engine.loader import free_bytes, load_engine
 from mlxspec.engine.models import CLOSE_S, UNLOAD_S, ModelManager, ModelSlot, release_memory
 from mlxspec.files import format_size, read_json, weight_bytes
 from mlxspec.model import meter
@@ -30,7 +30,7 @@ from mlxspec.model.mirror import Follower
 from mlxspec.model.parallel import Ranks
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
-from mlxspec.types import Json, ModelInfo, UnsupportedModel, UserError
+from mlxspec.types import Json, ModelInfo, RankLost, UnsupportedModel, UserError
 
 LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -38,14 +38,12 @@ METAL = sys.platform == "darwin" and platform.machine() == "arm64"
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model on disk that can be loaded. `config` are the settings for this model, `share` is its
-    part of the memory for caches."""
+    """A model on disk that can be loaded. `config` are the settings for this model."""
 
     name: str
     path: Path
     draft: Resolved | None
     config: Config
-    share: float = 1.0
 
     def load(self, reserved: int = 0, ranks: Ranks | None = None) -> tuple[Engine, ModelInfo]:
         """`reserved`: bytes that other models may still take. Several ranks have no kernels of our
@@ -56,8 +54,8 @@ class ResolvedModel:
             config = replace(config, kernels="off")
         draft = self.draft.path if self.draft else None
         try:
-            return load_engine(self.path, self.name, config, draft, self.share, reserved, ranks)
-        except UserError as error:
+            return load_engine(self.path, self.name, config, draft, reserved, ranks)
+        except Exception as error:
             if ranks:
                 ranks.failed(error)
             raise
@@ -106,7 +104,7 @@ def on_disk(model: str, config: Config) -> Path | None:
     return find_local(model, cache_of(config), METAL, draft=model not in served)
 
 
-def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
+def resolve_model(config: Config) -> ResolvedModel:
     """The first model of the settings. Downloads and converts what is missing. Raises
     UnsupportedModel."""
     cache, draft = cache_of(config), None
@@ -124,7 +122,7 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
             raise UnsupportedModel(f"--draft: {error}; or give --draft off") from error
         log.warning("decoding without a head: %s", error)
         config, draft = replace(config, draft=NONE), None
-    made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
+    made = ResolvedModel(config.name or name or found.name, found.path, draft, config)
     if config.draft and draft and not find_draft(draft.path, found.path).standalone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
@@ -155,7 +153,7 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
     UnsupportedModel."""
     models: dict[str, ResolvedModel] = {}
     for each in _each(config):
-        model = resolve_model(each, 1 / (1 + len(config.others)))
+        model = resolve_model(each)
         if model.name in models:
             raise ConfigError(
                 f"others: two models are named {model.name!r}; give one as NAME={model.path}"
@@ -185,6 +183,8 @@ def follow(config: Config, ranks: Ranks) -> None:
             case {"load": name}:
                 try:
                     followers[name] = _follower(models[name], ranks)
+                except RankLost:
+                    raise
                 except UserError as error:  # rank 0 answers with it, and may try again
                     log.warning("%s: %s", name, error)
             case {"unload": name}:
@@ -217,7 +217,7 @@ def make_manager(
 
     def reserved() -> int:
         """Bytes by which the caches of the loaded models may still grow."""
-        return max(0, sum(slot.nbytes for slot in slots.values()) - meter.held()[0])
+        return max(0, sum(slot.nbytes for slot in slots) - meter.held()[0])
 
     def slot_of(model: ResolvedModel) -> ModelSlot:
         info = model.info
@@ -225,24 +225,19 @@ def make_manager(
         info = replace(info, weight_bytes=info.weight_bytes // ranks.size)
         return ModelSlot(lambda: model.load(reserved(), ranks), info, model.name in config.pin)
 
-    slots = {each.name: slot_of(each) for each in models}
+    slots = [slot_of(each) for each in models]
 
-    def memory_check(name: str, held: int, freed: int) -> str:
-        """Why a model does not fit now, "" if it does. `held` are the bytes of loaded models with
-        full pools, `freed` those of models about to be evicted."""
-        slot = slots[name]
+    def memory_check(slot: ModelSlot, staying: int) -> str:
+        """Why a model does not fit now, "" if it does, beside loaded ones of so many bytes."""
         need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
-        # Ranks that this server started share the machine's memory.
-        free = memory.available() // config.ranks - reserved() + freed
-        if config.memory_gb:
-            free = config.memory_bytes // config.ranks - held + freed
+        free = free_bytes(config) + meter.held()[0] - staying
         if need <= free:
             return ""
         sizes = f"it needs {format_size(need)} and {format_size(max(0, free))} are available"
         return f"{sizes}; close other programs, unpin models or raise --memory-gb"
 
     return ModelManager(
-        list(slots.values()),
+        slots,
         memory_check,
         config.idle_ttl,
         monitor=memory.MemoryMonitor(others=lambda: ranks.level),

@@ -92,9 +92,9 @@ def fleet(root: Path) -> ModelManager:
         members.append(ModelSlot(partial(load_engine, root / kind, kind, config), info(kind)))
     made = ModelManager(members)
 
-    def memory_check(name: str, held: int, freed: int) -> str:
-        staying = sum(m.engine is not None and m not in made._leaving for m in members)
-        return "" if staying < BESIDE else "there is no room for another"
+    def memory_check(slot: ModelSlot, staying: int) -> str:
+        beside = sum(m.engine is not None and m not in made._leaving for m in members)
+        return "" if beside < BESIDE else "there is no room for another"
 
     made.memory_check = memory_check
     return made

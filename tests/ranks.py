@@ -7,12 +7,14 @@ the other ranks. The truth stays plain decoding by mlx-lm on one rank.
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -22,11 +24,16 @@ blas.load()
 
 import mlx.core as mx  # noqa: E402  after BLAS
 import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
 
+from mlxspec.config import Config  # noqa: E402
+from mlxspec.engine import loader  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.model.layout import weights  # noqa: E402
 from mlxspec.model.mirror import Follower, Mirror  # noqa: E402
 from mlxspec.model.parallel import Ranks, join, split  # noqa: E402
+from mlxspec.resolve import ResolvedModel  # noqa: E402
+from mlxspec.types import RankLost, UnsupportedModel  # noqa: E402
 from tests import architectures, test_lossless, tiny  # noqa: E402
 
 MORE_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4}
@@ -179,7 +186,31 @@ def overlap(ranks: Ranks, kind: str, layout: str, sequences: int, n: int) -> dic
     }
 
 
-CALLS = {"logits": logits, "overlap": overlap}
+def load_and_fail(ranks: Ranks, path: str, cache: str, how: str) -> str:
+    """All ranks load a model, and rank 1 reads half its arrays: what rank 0 raises then."""
+    if ranks.rank == 0:
+        ranks.send({"call": ["load_and_fail", [path, cache, how]]})
+    else:
+        loader.load_weights = functools.partial(read_half, how)
+    chosen = ResolvedModel("m", Path(path), None, Config(cache_dir=cache, speculate="off"))
+    try:
+        chosen.load(0, ranks)
+    except RankLost as error:
+        if ranks.rank:
+            os._exit(3)
+        return str(error)
+    raise AssertionError("the model was loaded")
+
+
+def read_half(how: str, model: Any) -> None:
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    mx.eval(arrays[: len(arrays) // 2])
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise UnsupportedModel("the weights cannot be read")
+
+
+CALLS = {"logits": logits, "overlap": overlap, "load_and_fail": load_and_fail}
 
 if __name__ == "__main__":
     mx.set_default_device(mx.cpu)

@@ -59,7 +59,6 @@ KINDS: dict[type[Strict], dict[str, Any]] = {
     app.Tokenize: {"prompt": "a"},
     app.Detokenize: {},
     app.Load: {"model": "a"},
-    app.Unload: {"model": "a"},
     anthropic_schema.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     anthropic_schema.Prompt: {"messages": [{"role": "user", "content": "a"}]},
     responses_schema.Create: {"input": "a"},

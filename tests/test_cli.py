@@ -95,7 +95,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Config] = []
     monkeypatch.setattr(
-        "mlxspec.server.process.serve_model", lambda config: given.append(config) or 0
+        "mlxspec.server.process.serve_model", lambda config: sys.exit(given.append(config))
     )
     monkeypatch.setenv("MLXSPEC_MAX_QUEUE", "5")
     assert command(monkeypatch, "serve", "some/model", "--port", "0", "--log-level", "debug") == 0
@@ -105,14 +105,14 @@ def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_serve_takes_several_models(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Config] = []
     monkeypatch.setattr(
-        "mlxspec.server.process.serve_model", lambda config: given.append(config) or 0
+        "mlxspec.server.process.serve_model", lambda config: sys.exit(given.append(config))
     )
     assert command(monkeypatch, "serve", "a", "b", "--pin", "b", "c=d") == 0
     assert given == [Config(model="a", others=("b", "c=d"), pin=("b",))]
 
 
 def test_serve_passes_on_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.server.process.serve_model", lambda config: 1)
+    monkeypatch.setattr("mlxspec.server.process.serve_model", lambda config: sys.exit(1))
     assert command(monkeypatch, "serve") == 1
 
 

@@ -105,12 +105,7 @@ def at_rest(s: Served) -> None:
     state = s.app.state.server
     assert soon(
         lambda: (
-            not (
-                s.worker._streams
-                or s.worker._busy
-                or state.journal.live
-                or s.server.server_state.tasks
-            )
+            not (s.worker._streams or s.worker._busy or state.live or s.server.server_state.tasks)
             and not state.text_jobs
             and s.worker._inbox.empty()
         )
@@ -417,7 +412,7 @@ POOR = """
 import resource, sys, logging
 from pathlib import Path
 from mlxspec.config import Config
-from mlxspec.server.process import serve
+from mlxspec.server.process import bind, serve
 from mlxspec.text.chat import load_tokenizer
 from tests.server.scripted import server
 from tests.tiny_tokenizer import save_tokenizer
@@ -425,7 +420,7 @@ logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # behind mlx_lm, which sets its own
 path = save_tokenizer(Path(sys.argv[1]))
 made = server(load_tokenizer(path), path)
-sys.exit(serve(made.app, made.engine, Config(port=0)))
+sys.exit(serve(made.app, bind(Config(port=0))))
 """
 
 

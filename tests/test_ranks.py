@@ -3,6 +3,7 @@ drafter."""
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -11,8 +12,10 @@ from mlxspec.model import parallel
 from mlxspec.model.parallel import WORDS, Ranks, join
 from mlxspec.types import UserError
 from tests.drafters import OTHER_HEADS
+from tests.model.test_layout import save
 from tests.ranks import Group
 from tests.rows import in_turn
+from tests.tiny_tokenizer import save_tokenizer
 
 KINDS = [("llama", "rows"), ("qwen3", "rows"), ("qwen3_moe", "rows"), ("gpt_oss", "rows")]
 KINDS += [("qwen3_5", "rect")]
@@ -83,6 +86,18 @@ def test_overlap(group: Group, kind: str, layout: str) -> None:
     assert told["overlapping"] >= 20
     assert told["messages"] <= told["steps"] + 2
     assert told["bytes"] == told["messages"] * 4 * WORDS
+
+
+@pytest.mark.parametrize("how, status", [("killed", -9), ("unreadable", 3)])
+def test_a_rank_that_fails_while_weights_are_read(tmp_path: Path, how: str, status: int) -> None:
+    """All are lost at once: the others wait for the arrays that it reads."""
+    path = save_tokenizer(tmp_path / "model")
+    save(path, "llama")
+    ranks = Group(2)
+    told = ranks.call("load_and_fail", str(path), str(tmp_path), how)
+    assert told.startswith("rank 1 is gone")
+    assert ranks.processes[1].wait(20) == status
+    ranks.close()
 
 
 def test_a_rank_that_is_silent_while_loading_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

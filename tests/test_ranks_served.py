@@ -339,6 +339,25 @@ def test_a_model_that_cannot_be_loaded(path: Path, tmp_path: Path) -> None:
         assert "Traceback" not in server.said and "is gone" not in server.said
 
 
+def test_a_rank_that_is_killed_while_a_model_loads(path: Path, tmp_path: Path) -> None:
+    """It stands still first, so that the load cannot end before."""
+    second = save_tokenizer(tmp_path / "second")
+    save(second, "qwen3")
+    with served(path, tmp_path, "--ranks", "2", f"other={second}") as server:
+        server.complete()
+        (other,) = server.others()
+        subprocess.run(["kill", "-STOP", str(other)], check=True)
+        kill = threading.Timer(1, os.kill, [other, signal.SIGKILL])
+        kill.start()
+        with pytest.raises((OSError, HTTPException)):
+            server.post("/v1/models/load", {"model": "other"})
+        kill.join()
+        assert server.process.wait(END_S) == 1
+        server.reader.join(END_S)
+        assert "rank 1 has ended with status -9" in server.said
+        assert "Traceback" not in server.said
+
+
 @pytest.mark.slow
 def test_many_clients_of_two_ranks(path: Path, tmp_path: Path) -> None:
     """More than run at once, of whom every third leaves: the others get what one alone gets, and

@@ -37,10 +37,10 @@ def dirs(tmp_path: Path) -> tuple[str, str]:
 def test_names_and_shares(dirs: tuple[str, str]) -> None:
     one, two = dirs
     alone = resolve_model(Config(model=one))
-    assert alone.name == "one" and alone.share == 1.0
+    assert alone.name == "one"
     both = resolve_models(Config(model=one, others=(two,), context=256, draft=""))
     assert [c.name for c in both] == ["one", "x=y"]  # a path that is there is a path
-    assert [c.share for c in both] == [0.5, 0.5] and both[1].config.context == 256
+    assert [len(c.config.others) for c in both] == [1, 1] and both[1].config.context == 256
     three = resolve_models(Config(model=f"first={one}", others=(f"a={one}", f"b={two}")))
     assert [c.name for c in three] == ["first", "a", "b"]
     assert resolve_model(Config(model=f"first={one}", name="mine")).name == "mine"
@@ -84,20 +84,21 @@ def test_whether_a_model_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyP
     size = manager.slots[1].info.weight_bytes
     need = size + module.memory.headroom() + module.LEAST
     monkeypatch.setattr(module.memory, "available", lambda: need - 5)
-    assert manager.memory_check("b", 9, 5) == "" and "are available" in manager.memory_check(
-        "b", 9, 4
-    )
+    monkeypatch.setattr(module.meter, "held", lambda: (9, 0))
+    b = manager.slots[1]
+    assert manager.memory_check(b, 4) == "" and "are available" in manager.memory_check(b, 5)
     limited = make_manager(resolve_models(config := replace(config, memory_gb=2.0)), config)
-    assert limited.memory_check("b", (2 << 30) - need + 5, 5) == ""
-    assert limited.memory_check("b", (2 << 30) - need + 5, 4).startswith("it needs ")
+    assert limited.memory_check(b, (2 << 30) - need) == ""
+    assert limited.memory_check(b, (2 << 30) - need + 1).startswith("it needs ")
     split = make_manager(resolve_models(config), config, ranks=module.Ranks(size=2))
-    assert split.memory_check("b", (2 << 30) - need + size // 2, 0) == ""
-    assert split.memory_check("b", (2 << 30) - need + size - size // 2 + 1, 0)
+    b = split.slots[1]
+    assert split.memory_check(b, (2 << 30) - need + size // 2) == ""
+    assert split.memory_check(b, (2 << 30) - need + size - size // 2 + 1)
     # Ranks on one machine: each has half of the memory.
     config = replace(config, ranks=2)
     local = make_manager(resolve_models(config), config, ranks=module.Ranks(size=2))
-    assert local.memory_check("b", (1 << 30) - need + size // 2, 0) == ""
-    assert local.memory_check("b", (1 << 30) - need + size - size // 2 + 1, 0)
+    assert local.memory_check(b, (1 << 30) - need + size // 2) == ""
+    assert local.memory_check(b, (1 << 30) - need + size - size // 2 + 1)
 
 
 def test_a_model_keeps_to_its_share(
@@ -111,6 +112,7 @@ def test_a_model_keeps_to_its_share(
     config = Config(
         model=dirs[0], cache_dir=str(tmp_path), cache_gb=0, speculate="off", max_sequences=2
     )
-    whole, half = (resolve_model(config, share).load()[0].scheduler.pool.size for share in (1, 0.5))
+    each = [resolve_model(replace(config, others=others)) for others in ((), ("two",))]
+    whole, half = (model.load()[0].scheduler.pool.size for model in each)
     least = -(-512 // 32) + 1  # what one sequence needs comes first
     assert abs(whole - 2 * half) <= least

@@ -21,8 +21,6 @@ def first_token(e: Engine, name: str, prompt: list[int]) -> tuple[float, list[in
         outputs += e.step()
         if outputs and not first:
             first = time.perf_counter() - began
-        if e.waits_for_disk:
-            time.sleep(0.01)  # as the worker does
     return first, tiny.tokens(outputs, name), outputs[-1].cached
 
 

@@ -143,7 +143,7 @@ MENDS = re.compile(
 def test_it_is_refused_in_one_line(copy: Path, what: str, bare_settings: None) -> None:
     BROKEN[what](copy)
     with pytest.raises(UserError, match=MENDS) as caught:
-        process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))[1].stop()
+        process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))
     said = str(caught.value)
     assert str(copy) in said and "\n" not in said and len(said) < 800
 
@@ -193,7 +193,8 @@ def test_the_others_go_on(whole: Path, copy: Path, what: str, bare_settings: Non
     both = Config(
         model=f"good={whole}", others=(f"bad={copy}",), port=0, kv_blocks=32, speculate="off"
     )
-    app, worker = process._load(both)
+    app = process._load(both)
+    worker = app.state.server.worker
 
     async def ask(url: str, model: str) -> tuple[int, dict[str, Any]]:
         got = await Connection(app, url, BODIES[url] | {"model": model}).answer()
@@ -216,7 +217,8 @@ def test_the_others_go_on(whole: Path, copy: Path, what: str, bare_settings: Non
 def test_a_template_that_does_not_parse_is_told(copy: Path, bare_settings: None) -> None:
     """Plain completions need none."""
     (copy / "chat_template.jinja").write_text("{% for %}")
-    app, worker = process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))
+    app = process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))
+    worker = app.state.server.worker
 
     async def main() -> None:
         for url in BODIES:

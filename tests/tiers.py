@@ -21,13 +21,12 @@ def attach(e: Engine, root: Path) -> DiskCache:
 
 
 def finish(e: Engine, disk: DiskCache) -> list[Output]:
-    """Run until all is computed and saved, waiting for the disk where the engine does."""
+    """Run until all is computed and saved, waiting for the disk after each step."""
     outputs: list[Output] = []
     while e.active:
         outputs += e.step()
         e.check()
-        if e.waits_for_disk:
-            disk._reader.submit(int).result(5)
-            assert disk.flush(5)
+        disk._reader.submit(int).result(5)
+        assert disk.flush(5)
     assert disk.flush(5)
     return outputs

@@ -6,7 +6,6 @@ Rule: `plain` is mlx-lm's own forward with mlx-lm's own caches, one sequence, on
 import functools
 import importlib
 import io
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -323,7 +322,6 @@ def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0
             outputs += e.step()
             e.check()
             check_sequences(e.scheduler)
-            time.sleep(1e-3 * e.waits_for_disk)  # it waits for the disk
         elif i >= last:
             break
     assert not e.busy, "the engine did not come to rest"

@@ -36,7 +36,6 @@ class BlockPool:
         self.refs: Counter[int] = Counter()
         self.free_blocks: Queue = OrderedDict.fromkeys(range(1, size))
         self.idle: Queue = OrderedDict()  # free blocks in the index, in eviction order
-        self.low_priority: Queue = OrderedDict()  # idle blocks to evict first
         self.highest = NULL_BLOCK  # the highest block ever allocated: memory is taken up to it
         self.save_memory = False  # evict idle blocks before going above `highest`
         self.by_key: dict[bytes, int] = {}  # full blocks
@@ -144,8 +143,7 @@ class BlockPool:
                 self.free_blocks.move_to_end(block, last=False)
                 continue
             self.idle[block] = None
-            if low_priority:
-                self.low_priority[block] = None
+            self.idle.move_to_end(block, last=not low_priority)
 
     def _evict(self, block: int) -> None:
         """Remove a block that has references from the index."""
@@ -174,7 +172,6 @@ class BlockPool:
         del held[NULL_BLOCK]
         assert held == self.refs, "tables and references differ"
         assert self.idle.keys() == self.free_blocks.keys() & self.parents.keys()
-        assert self.low_priority.keys() <= self.idle.keys()
         assert self.keys == {block: key for key, block in self.by_key.items()}
         assert self.keys.keys() <= self.parents.keys()
         for parent, siblings in self.partials.items():
@@ -183,11 +180,11 @@ class BlockPool:
             assert parents == {parent}
 
     def _allocate_one(self) -> int:
-        """Take a free block without content, else a low-priority one, else the longest idle one."""
+        """Take a free block without content, else the first idle one."""
         block = _first(self.free_blocks)
         grows = self.save_memory and block > self.highest
         if self.idle and (grows or block in self.idle):
-            block = _first(self.low_priority or self.idle)
+            block = _first(self.idle)
         self._take(block)
         self._evict(block)
         self.refs[block] = 1
@@ -198,7 +195,6 @@ class BlockPool:
         """Remove a block from the free ones."""
         del self.free_blocks[block]
         self.idle.pop(block, None)
-        self.low_priority.pop(block, None)
 
 
 def _first(blocks: Iterable[int]) -> int:

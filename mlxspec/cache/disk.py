@@ -190,10 +190,12 @@ class DiskCache:
         """Read a file; the result is None if that is a miss."""
         return self._reader.submit(self._read, path)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the files that hold these keys as used, the first one last: the head of a chain is
-        then evicted after its tail."""
-        self._submit(TOUCH_BYTES, self._touch, *reversed(self.files(keys)))
+    def touch(self, keys: Iterable[bytes]) -> list[Path]:
+        """The files that hold these keys, now marked as used, the first one last: the head of a
+        chain is then evicted after its tail."""
+        files = self.files(keys)
+        self._submit(TOUCH_BYTES, self._touch, *reversed(files))
+        return files
 
     def discard(self, path: Path) -> None:
         """Delete a damaged file."""

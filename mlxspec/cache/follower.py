@@ -18,26 +18,17 @@ class DiskFollower:
 
     disk: DiskCache
     transfer: Any
-    _saving: tuple[tuple[bytes, ...], Any] | None = None  # keys, and what the device still copies
     _read: "Future[Run | None] | None" = None
     _arrays: dict[str, Any] = field(default_factory=dict)  # of the run that was read
 
     def save(self, group: int, contents: Mapping[bytes, Any]) -> None:
         """Save blocks of a group, or a recurrent state, by key on disk."""
-        self._finish_save()
-        self._saving = tuple(contents), self.transfer.export(group, contents)
-
-    def _finish_save(self) -> None:
-        if self._saving:
-            keys, exported = self._saving
-            self.disk.save(Run(keys, self.transfer.host(exported)))
-            self._saving = None
+        exported = self.transfer.export(group, contents)
+        self.disk.save(Run(tuple(contents), self.transfer.host(exported)))
 
     def read(self, key: bytes) -> None:
         """Start to read the run with this last key."""
-        self._finish_save()
-        self.disk.touch([key])
-        files = self.disk.files([key])
+        files = self.disk.touch([key])
         self._read = self.disk.read(files[0]) if files else None
 
     def keys(self) -> Sequence[bytes]:
@@ -57,5 +48,4 @@ class DiskFollower:
 
     def close(self, seconds: float) -> None:
         """Finish writing, for at most so many seconds."""
-        self._finish_save()
         self.disk.close(seconds)

@@ -96,21 +96,19 @@ class KVOffloader:
         """Hand what the disk lacks of a chain to its writer. The blocks of windows count from the
         last but one: the same prompt has a token left to compute."""
         position = (len(hashes) - 1) * self.cache.block_size
-        for number, group in enumerate(self.cache.groups):
-            bytes_each = max(1, self.transfer.block_bytes(number))  # 0: all layers are recurrent
-            size = max(1, min(RUN_BLOCKS, RUN_BYTES // bytes_each))
-            for start in range(group.first(position), len(hashes), size):
-                blocks = self._unsaved(number, hashes[start : start + size])
-                if blocks:
-                    exported = self.transfer.export(number, blocks)
+        firsts = [(n, group.first(position)) for n, group in enumerate(self.cache.groups)]
+        for number, first in (*firsts, (STATE, 0)):
+            size = 1  # a file holds one state
+            if number != STATE:
+                bytes_each = max(1, self.transfer.block_bytes(number))  # 0: no K/V of its own
+                size = max(1, min(RUN_BLOCKS, RUN_BYTES // bytes_each))
+            for start in range(first, len(hashes), size):
+                contents = self._unsaved(number, hashes[start : start + size])
+                if contents:
+                    exported = self.transfer.export(number, contents)
                     yield True  # the device copies them meanwhile
                     arrays = self.transfer.host(exported)
-                    self.disk.save(Run(tuple(blocks), arrays))
-        states = self._unsaved(STATE, hashes)
-        for name, state in states.items():
-            exported = self.transfer.export(STATE, {name: state})
-            self.disk.save(Run((name,), self.transfer.host(exported)))
-            yield True
+                    self.disk.save(Run(tuple(contents), arrays))
         self.disk.touch(hashes)
 
     def _unsaved(self, number: int, hashes: Hashes) -> dict[bytes, Any]:
@@ -191,8 +189,7 @@ class KVOffloader:
         for number, i in self._needed(len(hashes)):
             if self._in_memory(number, hashes[i]) is None:
                 lacking[_disk_key(hashes[i], number)] = number, i
-        self.disk.touch(lacking)
-        files = self.disk.files(lacking)
+        files = self.disk.touch(lacking)
         mirror = self.transfer.mirror
         for n, file in enumerate(files):
             read = self.disk.read(file)

@@ -153,6 +153,9 @@ class KVCacheManager:
         for key, tail in self.states.kept if self.states else ():
             tails.setdefault(key, []).append(tail)
         for n in range(len(cached), -1, -1):
+            hashes = cached[:n]
+            if not all(w.pool.by_key.keys() >= set(w.seen(hashes)) for w in self.windows):
+                continue
             parent = self.pool.parent(cached, n)
             rest = prompt[n * size : (n + 1) * size]
             ends = [rest]
@@ -160,18 +163,14 @@ class KVCacheManager:
                 ends = [tail for tail in tails.get(parent, ()) if rest[: len(tail)] == tail]
                 ends.sort(key=len, reverse=True)
             for tail in ends:
-                hashes = cached[:n]
-                whole = [w.pool.by_key.keys() >= set(w.seen(hashes)) for w in self.windows]
-                if not all(whole):
-                    continue
                 found = [pool.match_partial(parent, tail) for pool in self.pools]
                 copied = min(length for _, length in found)
-                match = PrefixMatch(n * size + copied, hashes, known=known)
+                if self.states is not None and copied < len(tail):
+                    continue
+                tables = [group.table(hashes) for group in self.groups]
+                match = PrefixMatch(n * size + copied, hashes, tables, known=known)
                 if self.states is not None:
-                    if copied < len(tail):
-                        continue
                     match.state = self.states.use((parent, tail))
-                match.tables = [group.table(hashes) for group in self.groups]
                 if copied:
                     match.sources = [block for block, _ in found]
                 return match
@@ -180,18 +179,14 @@ class KVCacheManager:
     def cache_blocks(self, seq: Seq, upto: int) -> None:
         """Index the full blocks of the sequence's first `upto` tokens and extend
         `seq.block_hashes`."""
-        n = len(seq.block_hashes)
-        start = n * self.block_size
-        parent = self.pool.parent(seq.block_hashes, n)
-        for key in self.pool.chain(seq.tokens[start:upto], parent):
-            end = start + self.block_size
-            content = tuple(seq.tokens[start:end])
+        size, hashes = self.block_size, seq.block_hashes
+        done = len(hashes)
+        chain = self.pool.chain(seq.tokens[done * size : upto], self.pool.parent(hashes, done))
+        for n, key in enumerate(chain, done):
+            content = tuple(seq.tokens[n * size : (n + 1) * size])
             for pool, table in self._tables(seq):
-                pool.cache(table[n], parent, content, key)
-            seq.block_hashes.append(key)
-            parent = key
-            start = end
-            n += 1
+                pool.cache(table[n], self.pool.parent(hashes, n), content, key)
+            hashes.append(key)
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
         """Offer the partly filled block that ends at `upto` as a copy source."""
@@ -223,11 +218,12 @@ class KVCacheManager:
         tail = seq.tokens[n * self.block_size : upto]
         return self.pool.parent(seq.block_hashes, n), tuple(tail)
 
-    def evict_cached(self) -> int:
-        """Evict all that no sequence uses; how many blocks that were."""
+    def evict_cached(self) -> None:
+        """Evict all that no sequence uses."""
         if self.states is not None:
             self.states.kept.clear()
-        return sum(pool.evict_idle() for pool in self.pools)
+        for pool in self.pools:
+            pool.evict_idle()
 
     # ---- the blocks of a sequence
 
@@ -244,9 +240,7 @@ class KVCacheManager:
         if match.sources and not self.allocate(seq, 1):  # no block to copy to
             self.free(seq)
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
-        copies = []
-        for i, source in enumerate(match.sources):
-            copies.append((i, source, seq.tables[i][-1]))
+        copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
         seq.block_hashes = list(match.hashes)
         seq.state = match.state
         seq.computed = match.length

@@ -190,7 +190,8 @@ def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
     """Measure and print. Returns the exit status: 1 if an answer differs. Raises UserError."""
-    model = resolve_model(replace(config, speculate="on", max_sequences=streams, cache_gb=0.0))
+    config = replace(config, speculate="on", max_sequences=streams, cache_gb=0.0, others=())
+    model = resolve_model(config)
     engine, info = model.load()
     speculator, stop = engine.proposer, frozenset(model.tokenizer.eos_token_ids)
     rows, differing = [], []
@@ -198,8 +199,7 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
         requests = []
         for task in tasks_of(name)[: max(TASKS, streams)]:
             prompt = prompt_of(task, model.tokenizer)
-            most = min(max_tokens, info.context - len(prompt))
-            requests.append(Request(task.name, prompt, most, Sampling(0.0), stop))
+            requests.append(Request(task.name, prompt, max_tokens, Sampling(0.0), stop))
         pairs = measure(engine, speculator, requests, streams)
         found = figures(pairs)
         rows.append([name, *(f"{value:.4g}" for value in found.values())])

@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 
 from mlxspec.cache.disk import read_label, stored_files
-from mlxspec.client import printable
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
 from mlxspec.files import format_size, lock
@@ -65,11 +64,6 @@ def show(config: Config) -> None:
         print_table(columns, rows)
     else:
         print(f"nothing is cached in {root}")
-    cache = cache_of(config)
-    for path in sorted([*cache.glob(ANSWERS), *cache.glob(f"training/{STORED}/answers.jsonl")]):
-        data = path.read_bytes()
-        name, count = path.relative_to(cache), data.count(b"\n")
-        print(printable(f"{name}: {count} answers, {format_size(len(data))}"))
 
 
 def totals(config: Config) -> None:

@@ -7,7 +7,6 @@ import http.client
 import importlib
 import json
 import sys
-import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,12 +34,7 @@ def chat(
     with request(*server, "GET", "/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
     opening = [{"role": "system", "content": system}] if system else []
-    body: Json = {
-        "model": model,
-        "messages": opening,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body: Json = {"model": model, "messages": opening, "stream": True}
     if temperature is not None:
         body["temperature"] = temperature
     interactive = sys.stdin.isatty()
@@ -66,27 +60,20 @@ def answer(url: str, api_key: str, body: Json, text: str) -> None:
     what came stays in the conversation."""
     messages = [*body["messages"], {"role": "user", "content": text}]
     sent = body | {"messages": messages}
-    reply, began, first, tokens = "", time.perf_counter(), 0.0, 0
+    reply = ""
     try:
         with request(url, api_key, "POST", "/v1/chat/completions", sent) as response:
             for event in _events(response):
                 for choice in event["choices"]:
                     piece = choice["delta"].get("content") or ""
-                    first = first or time.perf_counter() - began
                     reply += piece
                     print(_plain(piece), end="", flush=True)
-                if event.get("usage"):
-                    tokens = event["usage"]["completion_tokens"]
     except KeyboardInterrupt:
         _note("stopped")
     finally:
         if reply:
             print(flush=True)
             body["messages"] = [*messages, {"role": "assistant", "content": reply}]
-    if tokens:
-        # The first token's time is the prompt's.
-        rate = (tokens - 1) / (time.perf_counter() - began - first)
-        _note(f"{tokens} tokens, {rate:.1f} tokens/s, first token after {first:.2f} s")
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Json]:

@@ -14,15 +14,13 @@ from pathlib import Path
 
 from mlxspec import __version__, blas
 from mlxspec.client import printable
-from mlxspec.commands.models import damage
+from mlxspec.commands.models import damage, room
 from mlxspec.commands.options import AsJson, Model, log_to_stderr
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.service.launchd import installed_url
 from mlxspec.service.status import get_status
 from mlxspec.types import UserError
-
-MACOS = 14  # the first that MLX's wheels run on
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def examine(model: str | None) -> Iterator[Check]:
     except ConfigError as error:
         yield Check("settings", str(error), broken=True)
         config = Config(model=model or "")
-    yield _system()
+    yield Check("system", f"{platform.platform()}, Python {platform.python_version()}")
     yield _server(config)
     try:
         yield from _installation(config)
@@ -72,16 +70,6 @@ def examine(model: str | None) -> Iterator[Check]:
         yield Check("install", f"{error}; install mlxspec again", broken=True)
     except UserError as error:
         yield Check("system", str(error), broken=True)
-
-
-def _system() -> Check:
-    mac, arch = platform.mac_ver()[0], platform.machine()
-    text = f"{platform.platform()}, Python {platform.python_version()}"
-    if mac and int(mac.partition(".")[0]) < MACOS:
-        return Check("system", f"{text}: MLX needs macOS {MACOS}; update macOS", broken=True)
-    if mac and arch != "arm64":
-        return Check("system", f"{text}: install a Python for arm64", broken=True)
-    return Check("system", text)
 
 
 def _server(config: Config) -> Check:
@@ -119,10 +107,9 @@ def _installation(config: Config) -> Iterator[Check]:
 
 def _models(config: Config) -> Iterator[Check]:
     """Each model that `serve` would load, with its draft model."""
-    from mlxspec.engine import memory
     from mlxspec.resolve import models_of, on_disk
 
-    room = config.memory_bytes or memory.total()
+    most = room(config)
     for name in models_of(config):
         try:
             path = on_disk(name, config)
@@ -134,11 +121,11 @@ def _models(config: Config) -> Iterator[Check]:
             continue
         size = weight_bytes(path)
         text = f"{name}: {format_size(size)} in {path}"
-        flaws, large = damage(path), size + memory.headroom() > room
+        flaws, large = damage(path), size > most
         if flaws:
             text = f"{name}: {'; '.join(flaws)}; remove the directory and run: mlxspec pull"
         elif large:
-            text += f" do not fit into {format_size(room)} memory; give a smaller model"
+            text += f" do not fit into {format_size(most)} of memory; give a smaller model"
         yield Check("model", text, broken=large or bool(flaws))
 
 

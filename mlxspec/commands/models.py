@@ -12,14 +12,14 @@ from mlxspec.commands.options import AsJson, Model
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config, load
 from mlxspec.files import format_size, weight_bytes, weight_files
-from mlxspec.types import Json, OutOfMemory, UnsupportedModel
+from mlxspec.types import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
     """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
     it is not downloaded, and `bytes` is the size of the download. `fits`: whether it can be loaded
-    here, by its config.json and the sizes of its files; `head`: what drafts for it."""
+    here, by the sizes of its files; `head`: what drafts for it."""
 
     name: str
     kind: str  # "model" or "head"
@@ -34,7 +34,7 @@ def local_models(config: Config) -> list[LocalModel]:
     of other programs."""
     from mlxspec.model.cards import cards, head_of, target_of
     from mlxspec.model.hub import Resolved, cache_of, installed, learned_head
-    from mlxspec.model.layout import flat, has_code
+    from mlxspec.model.layout import has_code
     from mlxspec.resolve import models_of, on_disk
     from mlxspec.speculate.heads.files import find_head
 
@@ -50,43 +50,32 @@ def local_models(config: Config) -> list[LocalModel]:
         if head.standalone:
             found.append(LocalModel(name, "head", path, size))
         elif name not in there or has_code(head.config):
-            fits = _fits(config, path, size, flat(head.config))
+            fits = _fits(config, path, size)
             learned = learned_head(Resolved(path, name), cache_of(config))
             drafts = head.kind or str(learned or head_of(name))
             found.append(LocalModel(name, "model", path, size, fits, drafts))
     return found
 
 
-def _fits(config: Config, path: Path, size: int, files: Json) -> str:
-    """Whether a model can be loaded here, by the plan that is made before its weights are read."""
-    from mlxspec.engine.memory import make_plan, total
-    from mlxspec.model.hub import resolve
-    from mlxspec.model.layout import context_of
+def room(config: Config) -> int:
+    """Bytes that a model's weights may take here, with nothing cached and whatever else runs."""
+    from mlxspec.engine.memory import headroom, total
     from mlxspec.model.meter import working_set
 
-    free = min(config.memory_bytes or total(), working_set())
-    context = context_of(files, config.context)
+    return min(config.memory_bytes or total(), working_set()) - headroom()
+
+
+def _fits(config: Config, path: Path, size: int) -> str:
+    """Whether a model is complete and fits into memory."""
+    from mlxspec.model.hub import resolve
+
     try:
-        resolve(str(path), path, False)  # is it complete?
-        make_plan(config, context, size, [(_token_bytes(files), (), 0)], free)
-    except OutOfMemory:
-        return "no"
+        resolve(str(path), path, False)
     except UnsupportedModel:
         return "incomplete"
-    return "incomplete" if damage(path) else "yes"
-
-
-def _token_bytes(files: Json) -> int:
-    """About what a token's K and V take in 16 bits, by the text model's fields of config.json."""
-
-    def number(key: str) -> int:
-        value = files.get(key)
-        return value if isinstance(value, int) else 0
-
-    heads = number("num_attention_heads")
-    size = number("head_dim") or number("hidden_size") // max(1, heads)
-    values = number("kv_lora_rank") or 2 * size * (number("num_key_value_heads") or heads)
-    return 2 * values * number("num_hidden_layers")
+    if damage(path):
+        return "incomplete"
+    return "yes" if size <= room(config) else "no"
 
 
 def damage(path: Path) -> list[str]:

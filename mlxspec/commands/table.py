@@ -2,10 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from mlxspec.client import printable
 
 WIDTH = 240  # characters, where stdout is no terminal
@@ -13,6 +9,10 @@ WIDTH = 240  # characters, where stdout is no terminal
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A line for each row; what is too wide for the terminal is folded."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH

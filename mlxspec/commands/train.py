@@ -99,7 +99,8 @@ class Server:
 
 def train(config: Config, options: Options, server: Server) -> int:
     """Make a head and put it in its place. Returns the exit status. Raises UserError, OSError."""
-    model = resolve_model(replace(config, context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0))
+    settings = replace(config, context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0, others=())
+    model = resolve_model(settings)
     model = replace(model, config=replace(model.config, speculate="off"))
     cache, name = cache_of(config), storage_name(model.name, model.path)
     made = cache / "heads" / f"{name}.{time.time_ns()}"
@@ -241,7 +242,9 @@ def _new_trainer(
 def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[[], None]) -> float:
     """Of greedy answers to the prompts of samples, with what drafts by these settings."""
     release_memory()
-    config = replace(config, speculate="on", cache_gb=0.0, context=CONTEXT, max_sequences=1)
+    config = replace(
+        config, speculate="on", cache_gb=0.0, context=CONTEXT, max_sequences=1, others=()
+    )
     model = resolve_model(config)
     wait()  # what drafting costs is measured at the load
     engine, _ = model.load()

@@ -18,14 +18,23 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan
 from mlxspec.engine.warmup import WarmupCache, kernels_in_use
 from mlxspec.kernels.trial import Case
-from mlxspec.model.layout import CacheBytes, LayoutChoice, geometry, load, load_weights, weights
+from mlxspec.model.layout import (
+    CacheBytes,
+    LayoutChoice,
+    context_of,
+    geometry,
+    load,
+    load_weights,
+    weights,
+)
 from mlxspec.model.quantized import linear_cases
 from mlxspec.model.runner import Runner
+from mlxspec.model.trunk import decoder_layers
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
 from mlxspec.speculate.calibrate import MORE, calibrate, contexts_in, time_step
 from mlxspec.speculate.controller import Costs
-from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
+from mlxspec.speculate.draft_model import DraftModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_draft
@@ -46,47 +55,41 @@ class Drafting:
     """A small model or a head, from the files at `path`; both None: copies only."""
 
     path: Path
-    small: Module | None = None
+    small: Any = None  # a Module
     head: HeadModel | None = None
-    files: dict[str, Any] | None = None  # the small model's config.json
-    fitted: SmallModel | None = None
+    context: int = 0  # the small model's
+    fit: LayoutChoice | None = None  # the small model's
+    nbytes: int = 0  # of the weights
     # What the content of the model's blocks depends on: K/V of what drafts lie in them.
     facts: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0  # of the weights
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(map(weights, self.modules))  # a Runner hides some of them
-
-    @property
-    def modules(self) -> list[Module]:
-        return [module for module in (self.small, self.head and self.head.module) if module]
 
     def cases(self, config: Config) -> list[Case]:
         """The kernels to verify for it, once it is fitted."""
         if self.head:
             return linear_cases(self.head.module)
-        if not self.fitted:
-            return []
-        return self.fitted.fit.cases(self.fitted.model, config.block_size)
+        return self.fit.cases(self.small, config.block_size) if self.fit else []
 
-    def caches_beside(self, own: CacheBytes) -> list[CacheBytes]:
-        """What the model's caches take, `own`, and after it what is kept for drafting."""
+    def beside(self, own: CacheBytes) -> CacheBytes:
+        """What the model caches, `own`, and what is kept for drafting. Its K/V lie under the ids of
+        the blocks for full attention."""
+        kept = CacheBytes(0, (), 0)
         if self.head:
             kept = cache_bytes(self.head)
-            state = own.state and own.state + kept.state
-            return [own._replace(state=state), kept._replace(state=0)]
-        if self.fitted:
-            return [own, self.fitted.fit.cache_bytes]
-        return [own, geometry(self.small)] if self.small else [own]
+        elif self.fit:
+            kept = self.fit.cache_bytes
+        elif self.small:
+            kept = geometry(self.small)
+        token = own.token + kept.token + sum(size for _, size in kept.windows)
+        return own._replace(token=token, state=own.state and own.state + kept.state)
 
     def plan(
         self, make: Callable[..., MemoryPlan], size: int, own: CacheBytes | None = None
     ) -> MemoryPlan:
         """What `make` plans for the model, whose weights have `size` bytes and whose caches take
         `own`, and what drafts for it; without a head that does not fit. Raises OutOfMemory."""
-        caches = self.caches_beside(own) if own else [CacheBytes(0, (), 0)]
+        cache = self.beside(own) if own else CacheBytes(0, (), 0)
         try:
-            return make(size + self.nbytes, caches)
+            return make(size + self.nbytes, cache)
         except OutOfMemory as error:
             if not self.head:
                 raise
@@ -102,11 +105,11 @@ class Drafting:
         if self.head and not read_weights(self.head):
             self.drop_head()
 
-    def fit(self, target: LayoutChoice) -> None:
+    def fit_to(self, target: LayoutChoice) -> None:
         """Find the small model's layout, or whether the target can use a head. Raises
         UnsupportedModel."""
         if self.small:
-            self.fitted = fit_small(self.path, self.small, self.files or {}, target)
+            self.fit = fit_small(self.path, self.small, target)
         if self.head and not (target.can_draft and target.trunk):
             log.warning("decoding without a head: this model cannot use one here")
             self.drop_head()
@@ -123,8 +126,10 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
     found = find_draft(draft or path, path)
     if draft and not found.standalone:
         small, files = load(draft)
-        return Drafting(draft, small, files=files)
-    return Drafting(found.path, head=load_head(found, model))
+        # Now, as a Runner hides some of the weights.
+        return Drafting(draft, small, context=context_of(files), nbytes=weights(small))
+    head = load_head(found, model)
+    return Drafting(found.path, head=head, nbytes=weights(head.module) if head else 0)
 
 
 def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config: Config) -> None:
@@ -137,8 +142,8 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     free = len(pool.free_blocks)
     contexts = contexts_in(free * pool.block_size)
     kernels = kernels_in_use()
-    costs = cache.costs if cache.kernels == kernels else None
-    if costs and costs.contexts != contexts:
+    costs = cache.costs
+    if costs and (costs.contexts != contexts or cache.kernels != kernels):
         costs = None
     # Blocks that are used once take memory for good.
     tokens = (contexts[0] if costs else contexts[1]) + MORE
@@ -151,10 +156,8 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     cache.kernels = kernels
     if costs:
         drafters: list[Drafter] = [NgramDrafter()]
-        if drafting.fitted:
-            drafters.append(_draft_model(engine, drafting, drafting.fitted, table, cache))
-        if head := _attach(engine, drafting, table, costs, cache):
-            drafters.append(head)
+        if drafter := _attach(engine, drafting, table, costs, cache):
+            drafters.append(drafter)
         padded = engine.runner.layout != "rows"
         depth = config.draft_depth if len(drafters) > 1 else 0
         engine.proposer = Proposer(costs, drafters, depth, padded, tries_likeliest=True)
@@ -163,57 +166,49 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     pool.free(table)
 
 
-def _draft_model(
-    engine: Engine, drafting: Drafting, small: SmallModel, table: list[int], cache: WarmupCache
-) -> HeadDrafter:
-    pool = engine.scheduler.pool
-    runner = Runner(small.model, "rows", pool.block_size, pool.size)
-    head = DraftModel(runner, engine.vocab, small.fit.vocab, small.context).head()
-    drafter = HeadDrafter(head, engine.runner)
-    key = fingerprint(drafting.path, {})
-    cache.drafts = {key: drafter.measure(table, cache.drafts.get(key))}
-    drafting.facts = {"draft": key}
-    log.info("a small model drafts: %s", drafting.path)
-    return drafter
-
-
 def _attach(
     engine: Engine, drafting: Drafting, table: list[int], costs: Costs, cache: WarmupCache
 ) -> HeadDrafter | None:
-    """The head, tried and measured; None where there is none, or its code fails."""
-    if not drafting.head:
+    """The small model or the head, measured and tried; None where there is none, or the head's code
+    fails."""
+    kv, pool = engine.scheduler.kv, engine.scheduler.pool
+    head = drafting.head
+    if drafting.fit:
+        runner = Runner(drafting.small, "rows", pool.block_size, pool.size)
+        head = DraftModel(runner, engine.vocab, drafting.fit.vocab, drafting.context).head()
+    if not head:
         return None
-    kv = engine.scheduler.kv
-    head = HeadDrafter(drafting.head, engine.runner)
+    drafter = HeadDrafter(head, engine.runner)
     key = fingerprint(drafting.path, {})
     try:
-        cache.drafts = {key: head.measure(table, cache.drafts.get(key))}
-        pool = engine.scheduler.pool
+        cache.drafts = {key: drafter.measure(table, cache.drafts.get(key))}
         needed = TRIED_ANSWERS * (TRIED_TOKENS // pool.block_size + 2)
-        if drafting.head.tries_taps and len(pool.free_blocks) > needed:
+        if head.tries_taps and len(pool.free_blocks) > needed:
             if key not in cache.taps:
-                cache.taps = {key: _choose_tap(engine, head, costs)}
-            head.use((cache.taps[key],))
+                cache.taps = {key: _choose_tap(engine, drafter, costs)}
+            drafter.use((cache.taps[key],))
         if kv.states is not None:
             # Shows what a state holds before one comes from the disk.
             time_step(engine.runner, table, 1, 1)
     except Exception:  # mlx-lm's modules with the head's weights
+        if not drafting.head:
+            raise
         log.exception("decoding without a head: it cannot run")
         for n in range(TRIED_ANSWERS):
             engine.abort(f"try-{n}")
-        head.detach()
+        drafter.detach()
         engine.proposer = NoSpeculation()
         while engine.busy:
             engine.step()
         engine.reset()
         return None
-    reads = drafting.head.slot_offset > 0 and drafting.head.kv_layers > 0
+    reads = head.slot_offset > 0 and head.kv_layers > 0
     kv.rereads = reads and kv.states is None
-    drafting.facts = {"head": f"{key} {head.taps}"}
-    where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in head.taps]
-    states = ", ".join(where)
+    drafting.facts = {"draft": f"{key} {drafter.taps}"}
+    where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in drafter.taps]
+    states = ", ".join(where) or "no layer"
     log.info("%s drafts from the hidden states after %s: %s", head.name, states, drafting.path)
-    return head
+    return drafter
 
 
 def _choose_tap(engine: Engine, head: HeadDrafter, costs: Costs) -> Tap:
@@ -223,7 +218,8 @@ def _choose_tap(engine: Engine, head: HeadDrafter, costs: Costs) -> Tap:
     usual = head.taps[0]
     rates: dict[Tap, float] = {}
     with progress("Trying the head") as report:
-        for done, tap in enumerate((FINAL_NORM, engine.runner.last_layer)):
+        last = len(decoder_layers(engine.runner.model)) - 1
+        for done, tap in enumerate((FINAL_NORM, last)):
             report(done, 2)
             head.use((tap,))
             once = replace(costs, factors={})  # what steps take now says nothing

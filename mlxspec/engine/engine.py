@@ -32,6 +32,8 @@ from mlxspec.types import (
     Stats,
 )
 
+DISK_WAIT_S = 0.002  # in a step that can do nothing until the disk answers
+
 
 @dataclass(slots=True)
 class SpecDecodeMetrics:
@@ -63,7 +65,6 @@ class Engine:
     counters: Counter[str] = field(default_factory=Counter)  # names in Stats
     spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0  # of the last step; 0: the disk took part of it
-    waits_for_disk: bool = False  # the last step could do nothing until the disk answers
     monitor: MemoryMonitor | None = None
     in_flight: Step | None = None  # submitted and not read
     _pressure: int = NORMAL
@@ -139,7 +140,8 @@ class Engine:
             self.in_flight = None
         self._end_finished()
         self.housekeep()
-        self.waits_for_disk = not (plan or outputs or self._disk_busy)
+        if not (plan or outputs or self._disk_busy):
+            time.sleep(DISK_WAIT_S)
         return outputs
 
     def _needs_sync(self) -> bool:

@@ -48,33 +48,33 @@ def load_engine(
     name: str,
     config: Config,
     draft: Path | None = None,
-    share: float = 1.0,
     reserved: int = 0,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path` and what drafts for it, a small model or a head at `draft` or the
-    head in its own files; this thread owns MLX from now on. `share` is the model's part of the
-    memory for caches, `reserved` the bytes that other models may still take. Of several `ranks`,
-    those above 0 do what a Follower needs. Raises UnsupportedModel."""
+    head in its own files; this thread owns MLX from now on. `reserved`: the bytes that other models
+    may still take. Of several `ranks`, those above 0 do what a Follower needs. Raises
+    UnsupportedModel."""
     began = time.perf_counter()
     ranks = ranks or Ranks()
     model, files = load(path, ranks.group)  # the weights stay on disk
     drafting = load_drafting(model, path, draft, config)
     context = context_of(files, config.context)
-    size = weights(model)  # a Runner hides some of them
+    size = weights(model)
     _compare(ranks, path, config, f"{files} {size} {context}")
     # What loaded models may still take is known to rank 0 alone.
-    free = min(ranks.gather(_free_bytes(config))) - max(ranks.gather(reserved))
-    make = partial(make_plan, config, context, free=free, share=share)
+    free = min(ranks.gather(free_bytes(config))) - max(ranks.gather(reserved))
+    make = partial(make_plan, config, context, free=free)
     plan_for = partial(drafting.plan, make, size)
     plan_for()  # the weights alone: with some models, geometry() reads weights
     plan_for(geometry(model, config.kv_bits))
-    load_weights(model)
+    with ranks.reading():
+        load_weights(model)
     drafting.load_weights()
     file = cache_file(path, config, ranks)
     cache = _find_layout(path, model, config, file, ranks)
     layout = cache.layout
-    drafting.fit(layout)
+    drafting.fit_to(layout)
     cases = []
     if config.kernels == "auto":  # the K/V of what drafts are not quantized
         cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
@@ -85,7 +85,7 @@ def load_engine(
     ranks.same(kept, "layout")
     ranks.enough([plan.blocks, *plan.windows.values()])
     mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
-    engine = _build(model, layout, plan, context, config, mirror)
+    engine, info = _build(model, name, layout, plan, context, config, mirror)
     if not ranks.rank:  # the others only follow
         _warm_up(engine, config, cache, file)
     if config.speculate == "on":
@@ -98,7 +98,7 @@ def load_engine(
         _add_disk(engine, config, fingerprint(path, facts), name)
     _log_limits(engine.scheduler, layout, context)
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
-    return engine, _info(engine.scheduler, name, layout, plan)
+    return engine, info
 
 
 def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
@@ -131,26 +131,9 @@ def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int) -> Non
         log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
 
 
-def _info(
-    scheduler: Scheduler,
-    name: str,
-    layout: LayoutChoice,
-    plan: MemoryPlan,
-) -> ModelInfo:
-    """What the server knows of the loaded model."""
-    return ModelInfo(
-        name=name,
-        context=scheduler.limit,
-        vocab=layout.vocab,
-        layout=layout.layout,
-        block_size=scheduler.pool.block_size,
-        kv_bytes=plan.cache_bytes,
-        weight_bytes=plan.weights,
-    )
-
-
-def _free_bytes(config: Config) -> int:
-    """What this model may take, beside what other models hold."""
+def free_bytes(config: Config) -> int:
+    """What a model may take, beside what MLX holds now. Ranks that one server started share the
+    machine's memory."""
     if config.memory_gb:
         return config.memory_bytes // config.ranks - meter.held()[0]
     return min(memory.available(), meter.device_free()) // config.ranks
@@ -158,13 +141,15 @@ def _free_bytes(config: Config) -> int:
 
 def _build(
     model: Module,
+    name: str,
     layout: LayoutChoice,
     plan: MemoryPlan,
     context: int,
     config: Config,
     mirror: Mirror | None,
-) -> Engine:
-    """Runner, pools and scheduler. The pools grow as they are used."""
+) -> tuple[Engine, ModelInfo]:
+    """Runner, pools and scheduler, and what the server knows of them. The pools grow as they are
+    used."""
     meter.bound(memory.headroom() // 2)  # the other half is for a step's activations
     runner = layout.runner(
         model, config.block_size, plan.blocks, windows=plan.windows, kv_bits=config.kv_bits
@@ -185,7 +170,16 @@ def _build(
         sharing=layout.sharing,
         can_draft=layout.can_draft,
     )
-    return Engine(runner, scheduler, vocab=layout.vocab)
+    info = ModelInfo(
+        name=name,
+        context=scheduler.limit,
+        vocab=layout.vocab,
+        layout=layout.layout,
+        block_size=config.block_size,
+        kv_bytes=plan.cache_bytes,
+        weight_bytes=plan.weights,
+    )
+    return Engine(runner, scheduler, vocab=layout.vocab), info
 
 
 def _add_disk(engine: Engine, config: Config, digest: str, name: str) -> None:

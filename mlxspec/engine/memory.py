@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,19 +180,16 @@ def make_plan(
     config: Config,
     context: int,
     weights: int,
-    caches: Sequence[CacheSizes],
+    cache: CacheSizes,
     free: int,
-    share: float = 1.0,
 ) -> MemoryPlan:
     """Divide `free` bytes beside `weights`: pools and states, each cut by the same part if needed.
 
-    `caches` are those of the model and its draft model, whose K/V are in the pool for full
-    attention, like windows that no context exceeds. `share` is this model's part of the memory for
-    caches, which one sequence may exceed. Raises OutOfMemory."""
-    _, local, state_bytes = caches[0]
+    Windows that no context exceeds are in the pool for full attention. All models have equal parts
+    of the memory for caches, which one sequence may exceed. Raises OutOfMemory."""
+    token_bytes, local, state_bytes = cache
     windows = {window: size for window, size in local if window < context}
-    token_bytes = sum(size + sum(each for _, each in local) for size, local, _ in caches)
-    token_bytes -= sum(windows.values())
+    token_bytes += sum(size for window, size in local if window >= context)
     pools = _pool_limits(config, context, token_bytes, windows, state_bytes)
     part = 1.0 if config.kv_blocks else CACHE_SHARE
     budget = int((free - weights - headroom()) * part)
@@ -200,14 +197,12 @@ def make_plan(
     if least > budget:
         raise _too_large(config, weights, int(least / part), free)
     wanted = max(1, sum(pool.unit * pool.most for pool in pools) - least)
-    rest = min(max(0, int(budget * share) - least), wanted)
-    counts, cache_bytes = [], 0
-    for pool in pools:
-        more = pool.most - pool.least
-        if pool.unit:
-            more = more * rest // wanted
-        counts.append(pool.least + more)
-        cache_bytes += pool.unit * counts[-1]
+    rest = min(max(0, budget // (1 + len(config.others)) - least), wanted)
+    counts = [
+        pool.least + (pool.most - pool.least) * rest // wanted if pool.unit else pool.most
+        for pool in pools
+    ]
+    cache_bytes = sum(pool.unit * n for pool, n in zip(pools, counts, strict=True))
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
@@ -24,6 +24,7 @@ from mlxspec.types import (
     OutOfMemory,
     Output,
     Outputs,
+    RankLost,
     Request,
     Served,
     Stats,
@@ -94,9 +95,8 @@ class ModelManager:
     """
 
     slots: Sequence[ModelSlot]
-    # (name, bytes of all loaded models, bytes of those that will be unloaded) -> why the model does
-    # not fit into memory, or ""
-    memory_check: Callable[[str, int, int], str] = lambda name, held, freed: ""
+    # (model, bytes of the loaded ones that stay) -> why it does not fit into memory, or ""
+    memory_check: Callable[[ModelSlot, int], str] = lambda slot, staying: ""
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
     monitor: memory.MemoryMonitor = field(default_factory=memory.MemoryMonitor)
@@ -107,7 +107,6 @@ class ModelManager:
     _waiting: deque[Order] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
     _turns: deque[ModelSlot] = field(default_factory=deque)  # the first may step next
-    _disk_bytes: int = 0
 
     def launch(self) -> None:
         """Load the default model, unless `load_on_request`. Raises what loading raises."""
@@ -121,12 +120,6 @@ class ModelManager:
     @property
     def busy(self) -> bool:
         return bool(self._waiting) or any(engine.active for engine in self._engines())
-
-    @property
-    def waits_for_disk(self) -> bool:
-        """Whether a step of a busy manager would do nothing until the disk answers."""
-        active = [engine for engine in self._engines() if engine.active]
-        return not self._waiting and all(engine.waits_for_disk for engine in active)
 
     def close(self) -> None:
         """Drop all models; the thread ends."""
@@ -145,23 +138,12 @@ class ModelManager:
 
     def snapshot(self) -> dict[str, Served]:
         """All models by name, the default first."""
-        for engine in self._engines():
-            if engine.offloader:  # all share one directory
-                self._disk_bytes = engine.offloader.disk.stats["disk_bytes"]
         active, cached = meter.held()
         next_slot = self._slot(self._waiting[0]) if self._waiting else None
         served = {}
         for slot in self.slots:
-            status: Literal["loaded", "loading", "unloaded"] = "unloaded"
-            stats = slot.last_stats
-            if slot.engine:
-                status = "loaded"
-                stats = slot.engine.stats()
-            elif slot is next_slot:
-                status = "loading"
             stats = replace(
-                stats,
-                disk_bytes=self._disk_bytes,
+                slot.engine.stats() if slot.engine else slot.last_stats,
                 mlx_active_bytes=active,
                 mlx_cache_bytes=cached,
                 live_arrays=meter.arrays(),
@@ -170,7 +152,12 @@ class ModelManager:
                 ranks=self.ranks.size,
             )
             served[slot.info.name] = Served(
-                slot.info, status, stats, slot.pinned, slot.loads, slot.error
+                slot.info,
+                "loaded" if slot.engine else "loading" if slot is next_slot else "unloaded",
+                stats,
+                slot.pinned,
+                slot.loads,
+                slot.error,
             )
         return served
 
@@ -179,13 +166,11 @@ class ModelManager:
     def submit(self, order: Order) -> Outputs:
         """Start an order, or queue it until its model is loaded."""
         outputs = self._dispatch(order)
-        if not self._leaving:
-            outputs += self._choose_evictions()
-        return outputs
+        return outputs if self._leaving else outputs + self._choose_evictions()
 
     def _dispatch(self, order: Order) -> Outputs:
         slot = self._slot(order)
-        ready = slot.engine and slot not in self._leaving
+        ready = None if slot in self._leaving else slot.engine
         if isinstance(order, LoadCommand):
             if ready if order.load else not slot.engine:
                 if order.pin is not None:
@@ -193,7 +178,12 @@ class ModelManager:
                 slot.used = self.clock()
                 return _finish(order, "stop")
         elif ready:
-            return self._add(slot, order)
+            slot.used = self.clock()
+            try:
+                ready.add(order)
+            except UserError as error:  # loading may have changed the limits it was checked with
+                return _finish(order, "error", error=str(error), fault="prompt")
+            return []
         elif slot.error and self.clock() - slot.failed < RETRY_S:
             return _finish(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
@@ -202,28 +192,15 @@ class ModelManager:
     def _slot(self, order: Order) -> ModelSlot:
         return next(slot for slot in self.slots if order.model in ("", slot.info.name))
 
-    def _add(self, slot: ModelSlot, request: Request) -> Outputs:
-        """Pass a request to its engine. Loading may have changed the limits it was checked with."""
-        assert slot.engine
-        slot.used = self.clock()
-        try:
-            slot.engine.add(request)
-        except UserError as error:
-            return _finish(request, "error", error=str(error), fault="prompt")
-        return []
-
     def abort(self, id: str, index: int | None = None) -> Outputs:
         """End a request, or one choice of it; or an order that waits."""
         outputs = []
         for engine in self._engines():
             outputs += engine.abort(id, index)
-        for order in list(self._waiting):
+        for order in self._waiting:
             if order.id == id:
-                first = order is self._waiting[0]
                 self._waiting.remove(order)
-                outputs += _finish(order, "abort")
-                if first:
-                    outputs += self._dispatch_waiting()
+                return _finish(order, "abort") + self._dispatch_waiting()
         return outputs
 
     def _dispatch_waiting(self) -> Outputs:
@@ -257,9 +234,8 @@ class ModelManager:
 
     def _lacks_memory(self, slot: ModelSlot) -> str:
         """Why a model would not fit after the chosen evictions, or ""."""
-        held = sum(each.nbytes for each in self.slots)
-        freed = sum(each.nbytes for each in self._leaving)
-        return self.memory_check(slot.info.name, held, freed)
+        staying = sum(each.nbytes for each in self.slots if each not in self._leaving)
+        return self.memory_check(slot, staying)
 
     def step(self) -> Outputs:
         """Unload or load for the first waiting order, if no model that is to leave is busy; else
@@ -286,6 +262,8 @@ class ModelManager:
             self._start(slot)
         except OutOfMemory as error:
             reason, slot.need = str(error), error.need
+        except RankLost:
+            raise
         except UserError as error:
             reason = str(error)
         except Exception as error:  # the model's own code, or MLX without memory

@@ -36,7 +36,6 @@ from mlxspec.types import (
     line_of,
 )
 
-DISK_WAIT_S = 0.01  # between steps that only wait for the disk
 RETRY_S = 5  # after which a client may try again when the queue is full
 DRAIN_POLL_S = 0.02
 STOP_S = 30.0  # for the step in progress to end
@@ -137,11 +136,13 @@ class Worker:
         """End a request, or one choice, before the next step; unknown ids do nothing."""
         self._inbox.put(partial(self._manager.abort, request_id, index))
 
-    def stop(self) -> None:
-        """End the thread after its current step, waiting at most STOP_S; may be called twice."""
+    def stop(self, seconds: float = STOP_S) -> bool:
+        """End the thread after its current step, waiting for at most `seconds`; whether it has
+        ended. May be called twice."""
         self._stop_soon()
         if self._thread.is_alive():
-            self._thread.join(STOP_S)
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _stop_soon(self) -> None:
         """Let the thread end; its last act is to answer all requests."""
@@ -217,20 +218,17 @@ class Worker:
         self._streams.clear()
 
     def _deliver(self, outputs: Outputs) -> None:
-        for output in outputs:
-            if output.request not in self._streams:
-                continue
-            stream = self._streams[output.request]
-            stream.put(output)
-            if stream.unfinished and stream._queue.qsize() > stream.limit:
-                self.abort(output.request)
-                stream.finish("error", fault="client")
-            if not stream.unfinished:
-                del self._streams[output.request]
-
-    def _deliver_or_die(self, outputs: Outputs) -> None:
         try:
-            self._deliver(outputs)
+            for output in outputs:
+                stream = self._streams.get(output.request)
+                if not stream:
+                    continue
+                stream.put(output)
+                if stream.unfinished and stream._queue.qsize() > stream.limit:
+                    self.abort(output.request)
+                    stream.finish("error", fault="client")
+                if not stream.unfinished:
+                    del self._streams[output.request]
         except Exception as error:  # a client would wait for the lost outputs for ever
             self._die(error)
             self._stop_soon()
@@ -245,12 +243,11 @@ class Worker:
             return
         self._error = error
         reason = line_of(error)
-        if self._started.done():
+        try:
+            self._started.set_exception(error)
+        except InvalidStateError:  # it had started
             trace = None if isinstance(error, RankLost) else error
             log.critical("the engine thread died: %s", reason, exc_info=trace)
-        else:
-            with suppress(InvalidStateError):  # a lost rank was first
-                self._started.set_exception(error)
         self._call_loop(lambda: self._finish_all("error", error=reason))
 
     # ---- engine thread
@@ -278,18 +275,15 @@ class Worker:
             manager.poll()
             self._busy = False
             timeout = IDLE_POLL_S
-        elif manager.waits_for_disk:
-            timeout = DISK_WAIT_S
         orders: list[Callable[[], Outputs]] = []
         with suppress(Empty):
-            orders.append(self._inbox.get(timeout=timeout))
             while True:
-                orders.append(self._inbox.get_nowait())
+                orders.append(self._inbox.get(timeout=timeout))
+                timeout = 0.0
         if self._stopping:
             return False
-        if not self._busy:
-            self._busy = True
-            self._progress = time.monotonic()
+        self._progress = time.monotonic()
+        self._busy = True
         if orders:  # answered before a load, which takes long
             self._publish([output for order in orders for output in order()])
         outputs = manager.step()
@@ -299,10 +293,9 @@ class Worker:
 
     def _publish(self, outputs: Outputs) -> None:
         """Deliver outputs on the loop's thread, and renew what any thread may read."""
-        self._progress = time.monotonic()
         self.models = self._manager.snapshot()
         if outputs:
-            self._call_loop(lambda: self._deliver_or_die(outputs))
+            self._call_loop(lambda: self._deliver(outputs))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         if self._loop:  # None: no order was sent yet

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from math import ceil, e, log, log2, prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -89,8 +90,9 @@ class Shape:
 
 def _shape(a: Attention) -> Shape | None:
     """The shape of a call; None if the kernel does not support it."""
-    of_v = a.packings[1]
-    shape = Shape(
+    of_k, of_v = a.packings
+    return _supported(
+        ((of_k or a.keys).dtype, (of_v or a.values).dtype),
         a.q.dtype,
         a.q.shape[1],
         len(a.keys),
@@ -101,9 +103,14 @@ def _shape(a: Attention) -> Shape | None:
         a.window or 0,
         a.sinks is not None,
     )
-    dims = (shape.dim, shape.dim_v)
-    for dim, pool, packing in zip(dims, (a.keys, a.values), a.packings, strict=True):
-        if dim % 8 or not 16 <= dim <= 256 or a.q.dtype != (packing or pool).dtype:
+
+
+@cache  # each layer of each step asks
+def _supported(dtypes: tuple[mx.Dtype, mx.Dtype], *parameters: Any) -> Shape | None:
+    """The Shape of these parameters, if the kernel supports it with K and V of these dtypes."""
+    shape = Shape(*parameters)
+    for dim, dtype in zip((shape.dim, shape.dim_v), dtypes, strict=True):
+        if dim % 8 or not 16 <= dim <= 256 or dtype != shape.dtype:
             return None
     return shape if shape.gqa <= 64 else None
 
@@ -126,7 +133,6 @@ def _metadata(
     largest number of parts of a sequence. Made once per step: a Group is hashed by identity."""
     sequences = []
     tables = []
-    shifts = []
     parts = 1
     row = 0
     for group in groups:
@@ -139,11 +145,9 @@ def _metadata(
             sequences.append((start, row, group.length, first, block, group.first, 0, 0))
             tables.append(table)
             row += group.length
-        none = mx.zeros(len(group.starts), mx.int32)
-        shifts.append(none if group.shift is None else group.shift)
     metadata = mx.array(sequences)
     if any(group.shift is not None for group in groups):
-        metadata[:, 0] += mx.concatenate(shifts)
+        metadata[:, 0] = mx.concatenate([group.positions() for group in groups])
     width = max(SMALLEST, *map(len, tables))
     return metadata, block_array(tables, width), parts
 
@@ -224,8 +228,10 @@ def paged_attention(
     first = a.groups[0].lo
     for ours, run in groupby(a.groups, proven):
         groups = list(run)
-        q = a.q[groups[0].lo - first : groups[-1].hi - first]
-        part = replace(a, q=q, groups=groups)
+        part = a
+        if len(groups) < len(a.groups):
+            q = a.q[groups[0].lo - first : groups[-1].hi - first]
+            part = replace(a, q=q, groups=groups)
         if shape and ours:
             out.append(_launch(part, shape))
         else:
@@ -256,13 +262,26 @@ def _case(
     starts: list[int],
 ) -> Case:
     """One sequence for each position of a first row in `starts`, their blocks scattered. The last
-    one has the case's rows, its neighbours have one each, in the same launch."""
-    blocks = [ceil((start + SHIFT + ROWS) / shape.block_size) for start in starts]
+    one has the case's rows, its neighbours have one each, in the same launch. The starts of several
+    are shifted on the device."""
+    size = shape.block_size
+    blocks = [ceil((start + SHIFT + ROWS) / size) for start in starts]
     scattered = 1 + np.random.default_rng(0).permutation(sum(blocks))
     tables = np.split(scattered, np.cumsum(blocks)[:-1])
-    slots = shape.block_size * (1 + sum(blocks))
+    slots = size * (1 + sum(blocks))
 
-    groups = lru_cache(maxsize=1)(partial(_groups, starts, tables, shape.block_size))
+    @lru_cache(maxsize=1)  # layers share the groups of a step
+    def groups(rows: int) -> list[Group]:
+        made = []
+        for row, (start, table) in enumerate(zip(starts, tables, strict=True)):
+            length = rows if row == len(starts) - 1 else 1
+            group = Group(row, row + length, length, [start], {None: [table.tolist()]}, size)
+            if len(starts) > 1:
+                group.starts = [start - SHIFT]
+                group.shift = mx.array([SHIFT])
+                group.max_shift = 2 * SHIFT
+            made.append(group)
+        return made
 
     def run(attend: Call, *arrays: Array) -> Array:
         q, keys, values, sinks = arrays
@@ -289,26 +308,6 @@ def _case(
         variants={VARIANT: partial(run, partial(paged_attention, unproven=True))},
         tolerance=TOLERANCE,
     )
-
-
-def _groups(
-    starts: list[int],
-    tables: list[np.ndarray],
-    block_size: int,
-    rows: int,
-) -> list[Group]:
-    """A group for each sequence: the last one has `rows` rows, the others one row each. The starts
-    of several are shifted on the device."""
-    groups = []
-    for row, (start, table) in enumerate(zip(starts, tables, strict=True)):
-        length = rows if row == len(starts) - 1 else 1
-        group = Group(row, row + length, length, [start], {None: [table.tolist()]}, block_size)
-        if len(starts) > 1:
-            group.starts = [start - SHIFT]
-            group.shift = mx.array([SHIFT])
-            group.max_shift = 2 * SHIFT
-        groups.append(group)
-    return groups
 
 
 def _inputs(

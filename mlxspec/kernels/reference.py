@@ -26,11 +26,11 @@ class Blocks:
     _places: dict[tuple[int, int], Array] = field(default_factory=dict)
 
     def places(self, heads: int, blocks: int) -> Array:
-        """int32 [heads, B, n]: where they lie in a pool of so many blocks for each head; made once
+        """int32 [B, heads, n]: where they lie in a pool of so many blocks for each head; made once
         per step, shared by layers."""
         key = heads, blocks
         if key not in self._places:
-            self._places[key] = mx.arange(heads)[:, None, None] * blocks + self.ids
+            self._places[key] = mx.arange(heads)[:, None] * blocks + self.ids[:, None]
         return self._places[key]
 
 
@@ -59,7 +59,7 @@ class Group:
     shift: Array | None = None
     max_shift: int = 0
     first: int = 0
-    _selections: dict[tuple[int | None, int], Selection] = field(default_factory=dict)
+    _selections: dict[int | None, Selection] = field(default_factory=dict)
 
     def visible(self, window: int | None) -> list[tuple[int, list[int]]]:
         """For each sequence the first position that its rows see, and the blocks from there on."""
@@ -72,24 +72,20 @@ class Group:
             found.append((low, table[low // size : ceil(end / size)]))
         return found
 
-    def select(
-        self,
-        window: int | None,
-        repeats: int = 0,
-    ) -> Selection:
-        """What attention with this sliding window reads; made once per step, shared by layers. With
-        `repeats`, for several sequences, the mask is [1, B * repeats, rows, width].
+    def positions(self) -> Array:
+        """int32 [B]: where each sequence's rows begin."""
+        starts = mx.array(self.starts)
+        return starts if self.shift is None else starts + self.shift
+
+    def select(self, window: int | None) -> Selection:
+        """What attention with this sliding window reads; made once per step, shared by layers.
 
         Consecutive blocks need no gathering, which would copy all K/V in every layer. A single
         sequence is sliced to its exact slots; several are padded with null blocks and masked.
         """
-        key = window, repeats
-        if key not in self._selections:
-            blocks, mask, keep = self._select(window)
-            if repeats and isinstance(mask, mx.array):
-                mask = mx.repeat(mask, repeats, axis=0).swapaxes(0, 1)
-            self._selections[key] = blocks, mask, keep
-        return self._selections[key]
+        if window not in self._selections:
+            self._selections[window] = self._select(window)
+        return self._selections[window]
 
     def _select(self, window: int | None) -> Selection:
         size = self.block_size
@@ -119,11 +115,8 @@ class Group:
         width: int,
     ) -> Array:
         """Bool [B, 1, rows, width]: whether a row sees each of its sequence's visible slots."""
-        starts = mx.array(self.starts)
-        if self.shift is not None:
-            starts = starts + self.shift
         rows = mx.arange(self.length)
-        positions = starts[:, None, None] + rows[:, None]
+        positions = self.positions()[:, None, None] + rows[:, None]
         size = self.block_size
         first = mx.array([low // size * size for low, _ in self.visible(window)])
         slots = first[:, None, None] + mx.arange(width)
@@ -140,11 +133,7 @@ def block_array(
     width: int,
 ) -> Array:
     """int32 [B, width] of block ids, padded with null blocks."""
-    shape = (len(tables), width)
-    blocks = np.full(shape, NULL_BLOCK, np.int32)
-    for row, table in zip(blocks, tables, strict=True):
-        row[: len(table)] = table
-    return mx.array(blocks)
+    return mx.array([table + [NULL_BLOCK] * (width - len(table)) for table in tables])
 
 
 def gather(
@@ -161,8 +150,7 @@ def gather(
         dense = pool[None, :, blocks]
     else:
         whole = pool.reshape(-1, block_size, dim)
-        dense = whole[blocks.places(heads, len(whole) // heads)].flatten(2, 3)
-        dense = dense[:, :, keep].swapaxes(0, 1)
+        dense = whole[blocks.places(heads, len(whole) // heads)].flatten(2, 3)[:, :, keep]
     return packing.unpack(dense) if packing else dense
 
 
@@ -186,40 +174,23 @@ class Attention:
 
 
 def paged_attention(a: Attention) -> Array:
-    """[T, heads, Dv] in q's dtype.
-
-    Blocks of several sequences are gathered head first. Attention of MLX would copy their
-    transpose, so heads of K and V are its batch then, and sequences its heads of K and V.
-    """
+    """[T, heads, Dv] in q's dtype."""
     of_k, of_v = a.packings
     out = []
     first = a.groups[0].lo
     for group in a.groups:
         rows = a.q[group.lo - first : group.hi - first]
-        sequences = len(group.starts)
-        turned = sequences > 1 and a.sinks is None
-        repeats = rows.shape[1] // len(a.keys) if turned else 0
-        blocks, mask, keep = group.select(a.window, repeats)
-        q = rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2)
-        keys = gather(a.keys, blocks, group.block_size, keep, of_k)
-        values = gather(a.values, blocks, group.block_size, keep, of_v)
-        if turned:
-            q = _turn(q, len(a.keys))
-            keys = keys.swapaxes(0, 1)
-            values = values.swapaxes(0, 1)
+        blocks, mask, keep = group.select(a.window)
         o = mx.fast.scaled_dot_product_attention(
-            q, keys, values, scale=a.scale, mask=mask, sinks=a.sinks
+            rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2),
+            gather(a.keys, blocks, group.block_size, keep, of_k),
+            gather(a.values, blocks, group.block_size, keep, of_v),
+            scale=a.scale,
+            mask=mask,
+            sinks=a.sinks,
         )
-        if turned:
-            o = _turn(o, sequences)
-        o = o.swapaxes(1, 2)
-        out.append(o.flatten(0, 1))
+        out.append(o.swapaxes(1, 2).flatten(0, 1))
     return mx.concatenate(out)
-
-
-def _turn(x: Array, n: int) -> Array:
-    """x [m, n * k, L, D] as [n, m * k, L, D]."""
-    return mx.unflatten(x, 1, (n, -1)).swapaxes(0, 1).flatten(1, 2)
 
 
 @dataclass(slots=True)
@@ -317,22 +288,19 @@ def sample_accept(
     are accepted, int32 [entries].
     """
     x = allow(logits.astype(mx.float32), draws.masks)
-    tokens = mx.argmax(x, axis=-1)
     if any(draws.temperatures):
-        temperatures = mx.array(draws.temperatures)
+        temperatures = mx.array(draws.temperatures)[:, None]
         hot = temperatures > 0
-        x = x / mx.where(hot, temperatures, 1)[:, None]
+        drawn = x / mx.where(hot, temperatures, 1)
         if draws.min_logits is not None:
-            low = x < draws.min_logits[:, None]
-            x = mx.where(low, -mx.inf, x)
+            drawn = mx.where(drawn < draws.min_logits[:, None], -mx.inf, drawn)
         positions = mx.array(draws.positions, mx.uint32)
         if draws.shift is not None:
             positions = positions + draws.shift.astype(mx.uint32)
         seeds = mx.array(draws.seeds, mx.uint32)
-        x = x + gumbel(seeds, positions, x.shape[-1])
-        sampled = mx.argmax(x, axis=-1)
-        tokens = mx.where(hot, sampled, tokens)
-    tokens = tokens.astype(mx.int32)
+        drawn = drawn + gumbel(seeds, positions, x.shape[-1])
+        x = mx.where(hot, drawn, x)
+    tokens = mx.argmax(x, axis=-1).astype(mx.int32)
     if inputs is None or not drafts:
         return tokens, None
     return tokens, count_accepted(tokens, inputs, drafts)

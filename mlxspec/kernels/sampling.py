@@ -4,7 +4,7 @@ Rule: the kernel draws MLX's own noise, so both sample the same tokens.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import ceil
 from typing import Any
 
@@ -55,7 +55,8 @@ def sample_accept(
     """As reference.sample_accept, by the kernel where it is proven, or if `unproven` without
     proof."""
     rows, vocab = logits.shape
-    if not (unproven or KERNELS.variant(_case_name(vocab, logits.dtype), rows)):
+    case = sample_accept_case(vocab, logits.dtype)
+    if not (unproven or KERNELS.variant(case.name, rows)):
         return reference.sample_accept(logits, draws, inputs, drafts)
     parts = _parts(logits, draws)
     ids = parts[1] if inputs is None else inputs  # where nothing is read, any array will do
@@ -106,10 +107,7 @@ def _params(draws: Draws) -> Array:
     return mx.array(params)
 
 
-def _case_name(vocab: int, dtype: mx.Dtype) -> str:
-    return f"sample_accept {vocab} {dtype_name(dtype)}"
-
-
+@cache
 def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
     """The tokens of a vocabulary, which must all be the reference's. Every fourth row is greedy,
     every third has a lowest logit, the last MASKED have masks. Half of a draft is accepted."""
@@ -143,7 +141,7 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
 
     plain = partial(run, reference.sample_accept)
     return Case(
-        name=_case_name(vocab, dtype),
+        name=f"sample_accept {vocab} {dtype_name(dtype)}",
         rows=(1, 3, most + MASKED),
         raced=(1, 2, 5, 16, most),
         inputs=inputs,

@@ -75,22 +75,27 @@ class Verdict:
 
 
 def judge(case: Case, until: float = math.inf) -> Verdict:
-    """Compare and race a case's variants."""
-    rejected: dict[str, str] = {}
-    try:
-        speedups = race(case, compare(case, rejected, until), until)
-    except Exception as error:  # out of time, or raised by the case's inputs or MLX's own op
-        return Verdict(why=f"it cannot be tried: {line_of(error)}")
+    """Compare and race a case's variants: the fastest of those that win. Whatever a variant raises,
+    or MLX's own op, is why it is not used."""
     best = Verdict()
-    for variant, gains in speedups.items():
+    rejected = []
+    for variant, call in case.variants.items():
+        try:
+            compare(case, call, until)
+            gains = race(case, call, until)
+        except Exception as failed:  # a kernel may not compile or launch
+            rejected.append(f"{variant}: {line_of(failed)}")
+            continue
         least, most = winning_rows(gains)
         if not most:
             top = max(gains.values())
-            rejected[variant] = f"right, but at most {top:.2f} times as fast; {WIN} is required"
+            rejected.append(
+                f"{variant}: right, but at most {top:.2f} times as fast; {WIN} is required"
+            )
             best.gains = best.gains or gains
         elif not best.way or sum(gains.values()) > sum(best.gains.values()):
             best = Verdict(variant, least, most, gains)
-    best.why = "; ".join(f"{variant}: {reason}" for variant, reason in rejected.items())
+    best.why = "; ".join(rejected)
     return best
 
 
@@ -113,32 +118,22 @@ def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
 
 def compare(
     case: Case,
-    rejected: dict[str, str],
+    call: Call,
     until: float,
-) -> list[str]:
-    """The variants that match the reference at all rows; adds the others to `rejected`. Launches
-    with fewer rows run in one graph, as those of a step's layers do. Raises TimeoutError."""
-    right = list(case.variants)
+) -> None:
+    """Raises Rejected for a variant that does not match the reference at all rows. Launches with
+    fewer rows run in one graph, as those of a step's layers do. Raises TimeoutError."""
     for seed in range(SEEDS):
         made = case.inputs(seed)
         *fewer, inputs = [case.cut(made, rows) for rows in case.rows]
         want = case.reference(*inputs)
         mx.eval(inputs, want)
-        for variant in list(right):
-            call = case.variants[variant]
-            try:
-                (whole,), _ = _run(call, [inputs], until)
-                relative_error(whole, want, case.tolerance, inputs[0].dtype)
-                results, _ = _run(call, fewer, until)
-                for rows in results:
-                    if not mx.array_equal(rows, whole[: len(rows)]):
-                        raise Rejected(f"one of {len(rows)} rows depends on their number")
-            except TimeoutError:
-                raise
-            except Exception as failed:  # a kernel may not compile or launch
-                right.remove(variant)
-                rejected[variant] = line_of(failed)
-    return right
+        (whole,), _ = _run(call, [inputs], until)
+        relative_error(whole, want, case.tolerance, inputs[0].dtype)
+        results, _ = _run(call, fewer, until)
+        for rows in results:
+            if not mx.array_equal(rows, whole[: len(rows)]):
+                raise Rejected(f"one of {len(rows)} rows depends on their number")
 
 
 def relative_error(
@@ -167,15 +162,11 @@ def relative_error(
 
 def race(
     case: Case,
-    variants: list[str],
+    call: Call,
     until: float,
-) -> dict[str, dict[int, float]]:
-    """Each variant's speedup over MLX's own op by rows. Raises TimeoutError."""
-    speedups: dict[str, dict[int, float]] = {variant: {} for variant in variants}
-    if not variants:
-        return speedups
-    calls = {variant: case.variants[variant] for variant in variants}
-    calls[""] = case.stock
+) -> dict[int, float]:
+    """A variant's speedup over MLX's own op by rows, timed in turn. Raises TimeoutError."""
+    gains = {}
     sets = [case.inputs(0)]
     count = ROTATED_BYTES // sum(x.nbytes for x in sets[0])
     for seed in range(1, 1 + min(MAX_SETS, count)):
@@ -184,18 +175,16 @@ def race(
         cut = [case.cut(inputs, rows) for inputs in sets]
         mx.eval(cut)
         inputs = cycle(cut)  # each call reads the least recently read
-        best = dict.fromkeys(calls, math.inf)
+        stock = ours = math.inf
         repeats = MIN_CALLS
         for _ in range(TURNS):
-            slowest = 0.0
-            for name, call in calls.items():
-                _, seconds = _run(call, list(islice(inputs, repeats)), until)
-                best[name] = min(best[name], seconds)
-                slowest = max(slowest, seconds)
-            repeats = min(MAX_CALLS, max(MIN_CALLS, int(RACE_S / slowest)))
-        for variant in variants:
-            speedups[variant][rows] = best[""] / best[variant]
-    return speedups
+            _, stock_s = _run(case.stock, list(islice(inputs, repeats)), until)
+            _, ours_s = _run(call, list(islice(inputs, repeats)), until)
+            stock = min(stock, stock_s)
+            ours = min(ours, ours_s)
+            repeats = min(MAX_CALLS, max(MIN_CALLS, int(RACE_S / max(stock_s, ours_s))))
+        gains[rows] = stock / ours
+    return gains
 
 
 def _run(

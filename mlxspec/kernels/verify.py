@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from mlxspec import log
 from mlxspec.config import data_dir
-from mlxspec.files import lock, write_atomic
+from mlxspec.files import flush_file, lock, write_atomic
 from mlxspec.kernels.trial import CALL_LIMIT_S, Case, Verdict, judge
 from mlxspec.progress import Report
 
@@ -97,8 +97,9 @@ class VerdictFile:
             return {}
 
     def save(self, verdicts: Verdicts) -> None:
-        """Replace the file. Raises OSError."""
-        write_atomic(self.path, VERDICTS_JSON.dump_json(verdicts), durable=True)
+        """Replace the file, also for a trial that ends the system. Raises OSError."""
+        write_atomic(self.path, VERDICTS_JSON.dump_json(verdicts))
+        flush_file(self.path)
 
 
 def missing() -> str:
@@ -118,17 +119,18 @@ def verify(
     found = dict.fromkeys(todo, Verdict(why=reason or UNTRIED))
     if not reason:
         known = file.load()
-        found |= {name: known[name] for name in todo if name in known}
+        unknown = [case for name, case in todo.items() if name not in known]
         try:
-            unknown = [case for name, case in todo.items() if name not in known]
             if unknown:
-                found |= _try_all(unknown, file, report)
+                _try_all(unknown, file, report)
+                known = file.load()
         except OSError as error:
             log.warning(
                 "%s: %s; no kernel is tried, because a crash could not be recorded",
                 file.folder,
                 error,
             )
+        found |= {name: known[name] for name in todo if name in known}
     KERNELS.verdicts.update(found)
     return found
 
@@ -137,23 +139,21 @@ def _try_all(
     cases: list[Case],
     file: VerdictFile,
     report: Report,
-) -> Verdicts:
-    """The verdicts of the cases that there is time for, none if another process tries kernels.
-    Raises OSError if a trial cannot be recorded."""
+) -> None:
+    """Judge the cases that there is time for, none if another process tries kernels. Raises OSError
+    if a trial cannot be recorded."""
     end = perf_counter() + AT_START_S
-    found: Verdicts = {}
     with lock(file.folder / "lock", wait=False) as held:
         if not held:
-            return found
+            return
         for done, case in enumerate(cases, 1):
             until = perf_counter() + CASE_S
             if until <= end:
-                found[case.name] = _try(case, file, until)
+                _try(case, file, until)
             report(done, len(cases))
-    return found
 
 
-def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
+def _try(case: Case, file: VerdictFile, until: float) -> None:
     """Judge a case. Until then the file says that it crashed, in case it ends the process."""
     known = file.load()
     file.save({**known, case.name: Verdict(why=CRASHED)})
@@ -163,7 +163,6 @@ def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
         verdict = judge(case, until)
         if not any(word in verdict.why for word in OUT_OF_MEMORY):
             known[case.name] = verdict  # else it may fit at the next start
-        return verdict
     finally:
         KERNELS.forget = None
         file.save(known)

@@ -4,7 +4,7 @@ Rule: the host builds plain lists, which is faster for few rows than numpy; only
 step in flight is lazy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import ceil
@@ -128,15 +128,30 @@ def bucket(
     return rows, (-(-(entry.start + rows) // block_size) - 1).bit_length()
 
 
+def runs_of(
+    plan: Plan,
+    alike: Callable[[Entry], Any],
+    length: int = 0,
+) -> Iterator[tuple[list[Entry], slice, slice]]:
+    """Neighbours in a plan that are alike, and where they and their rows are in it; each entry has
+    `length` rows, 0: its own."""
+    first = row = 0
+    for _, members in groupby(plan, alike):
+        entries = list(members)
+        last = first + len(entries)
+        end = row + sum(length or e.rows for e in entries)
+        yield entries, slice(first, last), slice(row, end)
+        first, row = last, end
+
+
 def fill_view(
     view: View,
     plan: Plan,
     shift: Shift,
     length: int = 0,
-    one_group: bool = False,
 ) -> None:
-    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group, or all
-    are `one_group`. With drafts in flight, positions and slots are lazy.
+    """Fill the view with positions, slots and groups: one if it is dense, else neighbours of one
+    bucket are a group. With drafts in flight, positions and slots are lazy.
 
     Each entry has `length` rows, 0: its own. Rows after its own are padding: what they write is
     overwritten before it is read, or lies in the null block.
@@ -145,9 +160,9 @@ def fill_view(
     positions: list[int] = []
     owners: list[int] = []  # the number of each row's entry
     for n, e in enumerate(plan):
-        rows = range(e.start, e.start + (length or e.rows))
-        positions += rows
-        owners += [n for _ in rows]
+        own = range(e.start, e.start + (length or e.rows))
+        positions += own
+        owners += [n for _ in own]
     view.positions = mx.array(positions, mx.int32)
     if shift is not None:
         view.positions = view.positions + shift[mx.array(owners)]
@@ -166,28 +181,22 @@ def fill_view(
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
     view.groups = []
-    row = first = 0
-    for _, members in groupby(plan, key=lambda e: one_group or bucket(e, size, length)):
-        entries = list(members)
-        count = length or entries[0].rows
-        last = first + len(entries)
-        end = row + count * len(entries)
-        starts = [e.start for e in entries]
-        some = {window: tables[first:last] for window, tables in all_tables.items()}
+    for entries, places, rows in runs_of(
+        plan, lambda e: view.dense or bucket(e, size, length), length
+    ):
         group = Group(
-            row,
-            end,
-            count,
-            starts,
-            some,
+            rows.start,
+            rows.stop,
+            length or entries[0].rows,
+            [e.start for e in entries],
+            {window: tables[places] for window, tables in all_tables.items()},
             size,
             first=view.first,
         )
         max_shift = max(e.inflight_drafts for e in entries)
         if shift is not None and max_shift:
-            group.shift, group.max_shift = shift[first:last], max_shift
+            group.shift, group.max_shift = shift[places], max_shift
         view.groups.append(group)
-        row, first = end, last
 
 
 def _padded_table(

@@ -131,7 +131,7 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
     if _is_hub_id(name):
         if not draft:  # before gigabytes come
             _refuse_head(name, {})
-        lies = _in_folders(name)
+        lies = installed().get(name)
         if lies and not _cached(name):
             with suppress(UnsupportedModel):  # it may lie there in part, or in another format
                 return _found(lies, name, draft)
@@ -160,13 +160,7 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
         return path if path.is_dir() else None
     if os.path.exists(os.path.expanduser(name)) or not _is_hub_id(name):
         return resolve(name, cache_dir, metal, draft).path
-    return _cached(name) or _in_folders(name)
-
-
-def _in_folders(name: str) -> Path | None:
-    """The directory of a model or head that another program keeps."""
-    places = [Path(folder, name).expanduser() for folder in FOLDERS]
-    return next((path for path in places if (path / "config.json").is_file()), None)
+    return installed().get(name)
 
 
 def _cached(name: str) -> Path | None:
@@ -240,7 +234,6 @@ def _shards(path: Path) -> set[str]:
 def _download(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         try:  # snapshot_download waits for this answer without limit
@@ -250,16 +243,9 @@ def _download(name: str) -> Path:
                 return found
             raise
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except GatedRepoError as error:
-        raise UnsupportedModel(
-            f"{name} is gated: accept its terms on the hub, then run `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UnsupportedModel(
-            f"the hub has no model {name}, or it is private: check the name"
-        ) from error
     except Exception as error:  # the hub's client lets its HTTP library's own errors through
         raise UnsupportedModel(
             f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"
-            " name and the network, or give a directory"
+            " name and the network; if the hub says that it is gated, accept its terms there and"
+            " run `hf auth login`; or give a directory"
         ) from error

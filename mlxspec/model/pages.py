@@ -27,12 +27,16 @@ class View:
     window for those with a pool of their own; `allocated` is how many of these blocks have memory.
     `positions` [batch rows]; `slots` where K/V of each row go, [T] or a slice; `groups` partition
     the rows; `sampled` indexes the rows that reach lm_head (None: all); `taps` are hidden states
-    that the forward hands out, into `tapped`. Slots before `first` are never seen.
+    that the forward hands out, into `tapped`. Slots before `first` are never seen. `dense`: K/V
+    are handed back gathered, of one group at a time. `kv_bits`: 8 or 4 bits per value in the pools;
+    0: as computed.
     """
 
     block_size: int
     num_blocks: Mapping[int | None, int]
     allocated: dict[int | None, int]
+    dense: bool = False
+    kv_bits: int = 0
     positions: Any = None
     slots: dict[int | None, Array | slice] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
@@ -49,15 +53,13 @@ class View:
 
 
 class Pages:
-    """One layer's K/V in the rows layout `[T, 1]`: written at the step's slots, and passed on to
-    attention as this handle. Its pools are allocated at the first write, when heads and dims are
-    known."""
+    """One layer's K/V: written at the step's slots, and passed on to attention as this handle; in a
+    dense view handed back as arrays, for models that compute their own attention. Its pools are
+    allocated at the first write, when heads and dims are known."""
 
-    def __init__(self, view: View, window: int | None, kv_bits: int = 0) -> None:
-        """`kv_bits`: 8 or 4 bits per value in the pools; 0: as computed."""
+    def __init__(self, view: View, window: int | None) -> None:
         self.view = view
         self.window = window
-        self.kv_bits = kv_bits
         self.window_key = window if window in view.num_blocks else None  # of its pool in the view
         self.keys: Any = None  # under these names, models make one cache wait for another
         self.values: Any = None
@@ -74,13 +76,20 @@ class Pages:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:
-        """None: attention reads the view. Raises UnsupportedModel for a window that this layer's
-        cache does not keep: probes are too short to see the difference."""
+        """None: attention reads the view. In a dense one bool [B, 1, L, S] for the gathered slots,
+        "causal" (unless an array is asked for) or None. Raises UnsupportedModel for a window that
+        this layer's cache does not keep: probes are too short to see the difference."""
         if window_size not in (None, self.window):
             raise UnsupportedModel(
                 f"masks {window_size} tokens, but its cache keeps {self.window or 'all'}"
             )
-        return None
+        if not self.view.dense:
+            return None
+        _, mask, keep = self.view.groups[0].select(self.window)
+        if isinstance(mask, str) and return_array:
+            slots = keep.stop - keep.start
+            return mx.tri(N, slots, slots - N, dtype=mx.bool_)
+        return mask
 
     def update_and_fetch(self, k: Array, v: Array) -> tuple[Any, Any]:
         """k, v: [T, kv_heads, 1, D]."""
@@ -88,8 +97,17 @@ class Pages:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """K and V of the step in the view; models ask for them in layers that share these."""
-        return self, self
+        """K and V of the step in the view, dense ones [B, kv_heads, S, D] up to its rows; models
+        ask for them in layers that share these."""
+        if not self.view.dense:
+            return self, self
+        group = self.view.groups[0]
+        blocks, _, keep = group.select(self.window)
+        keys, values = [
+            gather(pool, blocks, self.view.block_size, keep, packing)
+            for pool, packing in zip(self.pools(), self.packings, strict=True)
+        ]
+        return keys, values
 
     def write(self, k: Array, v: Array) -> None:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel."""
@@ -109,9 +127,8 @@ class Pages:
         dim = x.shape[3]
         if not dim:  # some reads of such a pool would work, others end the process
             raise UnsupportedModel("a layer keeps keys without values, or the other way round")
-        if self.kv_bits:
-            return Packing(dim, x.dtype, self.kv_bits)
-        return None
+        bits = self.view.kv_bits
+        return Packing(dim, x.dtype, bits) if bits else None
 
     def _allocate(self, rows: Array) -> Array:
         """A pool of zeros for rows [kv_heads, n, width]."""
@@ -141,37 +158,6 @@ class Pages:
         grown = [mx.pad(pool, width) for pool in self.pools()]
         mx.eval(grown)  # both, before either is kept: a failed growth is tried again
         self.keys, self.values = grown
-
-
-class DensePages(Pages):
-    """The gather layout `[B, L]`: the same pages, handed back as dense K/V for models that compute
-    their own attention. One group at a time is in the view."""
-
-    def make_mask(
-        self,
-        N: int,
-        return_array: bool = False,
-        window_size: int | None = None,
-    ) -> Any:
-        """Bool [B, 1, L, S], "causal" (unless an array is asked for) or None, for the gathered
-        slots."""
-        super().make_mask(N, return_array, window_size)
-        _, mask, keep = self.view.groups[0].select(self.window)
-        if isinstance(mask, str) and return_array:
-            slots = keep.stop - keep.start
-            return mx.tri(N, slots, slots - N, dtype=mx.bool_)
-        return mask
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """Dense K and V [B, kv_heads, S, D] up to the step's rows."""
-        group = self.view.groups[0]
-        size = self.view.block_size
-        blocks, _, keep = group.select(self.window)
-        keys, values = [
-            gather(pool, blocks, size, keep, packing)
-            for pool, packing in zip(self.pools(), self.packings, strict=True)
-        ]
-        return keys, values
 
 
 @partial(mx.compile, shapeless=True)  # else 7 launches

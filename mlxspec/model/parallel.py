@@ -14,8 +14,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -123,8 +123,12 @@ class Ranks:
                 raise RankFailed(f"rank {rank}: {each[FAILED]}")
         return found
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the others, which wait in `gather`, that loading failed here; not where all know."""
+    def failed(self, error: Exception) -> None:
+        """Tell the others, which wait in `gather`, that loading failed here; not where all know.
+        Raises RankLost where that is why."""
+        why = self.explain(error)
+        if isinstance(why, RankLost):
+            raise why
         if not isinstance(error, RankFailed):
             with suppress(RankFailed):
                 self.gather({FAILED: line_of(error)[:WORDS]})
@@ -246,6 +250,20 @@ class Ranks:
         if self.group and isinstance(error, RuntimeError) and "connection" in str(error):
             error = RankLost(self._suspect(line_of(error)))
         return error
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While weights are read: an error here ends all ranks, as the others wait for the arrays
+        that this one reads. Raises RankLost, or with one rank what was raised."""
+        try:
+            yield
+        except UnsupportedModel as error:
+            if not self.group:
+                raise
+            told = self.explain(error.__cause__ or error)
+            if not isinstance(told, RankLost):
+                told = RankLost(f"rank {self.rank}: {error}")
+            raise told from error
 
     def _suspect(self, why: str) -> str:
         """Which rank is gone, as far as this process can know."""

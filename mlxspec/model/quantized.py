@@ -59,13 +59,19 @@ def install(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) in CLASSES and _supported(layer):
             layer.__class__ = CLASSES[type(layer)]
-            layer.case = _case(layer)
+            n, groups = layer.scales.shape
+            layer.case = matmul.small_qmm_case(
+                n,
+                groups * layer.group_size,
+                layer.bits,
+                layer.group_size,
+                layer.scales.dtype,
+            )
 
 
 def linear_cases(model: nn.Module) -> list[Case]:
-    """The cases of an installed model's linear layers, each once."""
-    cases = [layer.case for layer in model.modules() if isinstance(layer, KernelLinear)]
-    return list({case.name: case for case in cases}.values())
+    """The cases of an installed model's linear layers."""
+    return [layer.case for layer in model.modules() if isinstance(layer, KernelLinear)]
 
 
 def _supported(layer: Any) -> bool:
@@ -74,20 +80,9 @@ def _supported(layer: Any) -> bool:
     return bool(layer.scales.size >= SMALLEST and layer.scales.dtype == layer.biases.dtype)
 
 
-def _case(layer: Any) -> Case:
-    n, groups = layer.scales.shape
-    return matmul.small_qmm_case(
-        n,
-        groups * layer.group_size,
-        layer.bits,
-        layer.group_size,
-        layer.scales.dtype,
-    )
-
-
 def kernel_cases(runner: Runner) -> list[Case]:
-    """The cases of all kernels that a step of an installed model calls, each once. The runner, of
-    CASE_BLOCKS blocks, is for this alone."""
+    """The cases of all kernels that a step of an installed model calls. The runner, of CASE_BLOCKS
+    blocks, is for this alone."""
     seq = Seq(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=[*range(1, CASE_BLOCKS)])
     KERNELS.recorded = found = list[Case]()
     try:
@@ -96,4 +91,4 @@ def kernel_cases(runner: Runner) -> list[Case]:
         KERNELS.recorded = None
     for dtype in (logits.dtype, mx.float32):  # the latter of a bias or penalty
         found.append(sample_accept_case(logits.shape[-1], dtype))
-    return list({case.name: case for case in found}.values())
+    return found

@@ -28,13 +28,9 @@ Replay = Callable[[Array], Array]
 
 MAX_SLICED_ROWS = 16  # of an entry; after longer ones its state is copied, not a slice
 NOT_RECORDED = "a recurrent layer's state update cannot be recorded"
-# mlx-lm's functions that return (output, new state): the axis of their rows, and the arguments that
-# have that axis.
-RECURRENCES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gated_delta_update": (1, ("q", "k", "v", "a", "b")),
-    "ssm_update": (1, ("hidden_states", "B", "C", "dt")),
-    "recurrent_gla": (2, ("q", "k", "v")),
-}
+# mlx-lm's functions that return (output [B, L, ...], new state), and leave the state of masked rows
+# as it is.
+RECURRENCES = ("gated_delta_update", "ssm_update")
 
 
 @dataclass(slots=True, eq=False)
@@ -90,26 +86,15 @@ def _part_after(
     return mx.take_along_axis(x, places[..., None], axis=1)
 
 
-def _recorded(
-    update: Any,
-    axis: int,
-    inputs: Sequence[str],
-) -> Any:
+def _recorded(update: Any) -> Any:
     """`update`, which also records how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
 
-    def state_after(given: Json, rows: Array) -> Any:
-        length = given[inputs[0]].shape[axis]
-        if "mask" in signature.parameters:  # it leaves the state of masked rows as it is
-            given = given | {"mask": mx.arange(length) < rows[:, None]}
-            if "lengths" in signature.parameters:
-                given["lengths"] = rows
-            return update(**given)[1]
-        states = []  # after every row
-        for n in range(1, length + 1):
-            some = {name: mx.split(given[name], [n], axis)[0] for name in inputs}
-            states.append(update(**given | some)[1])
-        return mx.stack(states)[rows - 1, mx.arange(len(rows))]
+    def state_after(given: Json, length: int, rows: Array) -> Any:
+        given = given | {"mask": mx.arange(length) < rows[:, None]}
+        if "lengths" in signature.parameters:
+            given["lengths"] = rows
+        return update(**given)[1]
 
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +102,7 @@ def _recorded(
         recorder = _recorder.get()
         if recorder:
             bound = signature.bind(*args, **kwargs)
-            replay = partial(state_after, bound.arguments)
+            replay = partial(state_after, bound.arguments, y.shape[1])
             recorder.recurrences.append((new, replay))
         return y, new
 
@@ -129,10 +114,10 @@ def install(model: Module) -> None:
     """Make the recurrences and convolutions of a loaded model recordable. Idempotent."""
     for module in model.modules():
         source = sys.modules[type(module).__module__]
-        for name, arguments in RECURRENCES.items():
+        for name in RECURRENCES:
             update = getattr(source, name, None)
             if update and not hasattr(update, "recorded"):
-                setattr(source, name, _recorded(update, *arguments))
+                setattr(source, name, _recorded(update))
         if type(module) is nn.Conv1d:
             module.__class__ = RecordedConv1d
 
@@ -158,8 +143,7 @@ class RecurrentStates:
         now = [e.seq for e in plan]
         for seq in self._last:
             if seq not in now and seq.state is not None:
-                seq.state = own(seq.state)
-                seq.batch = None
+                _detach(seq)
         self._last = now
 
     def load(self, entries: Plan) -> None:
@@ -193,14 +177,12 @@ class RecurrentStates:
             if recorder:
                 recorder.replays.append(partial(_part_after, hidden, mx.array([-1])))
         self.dtypes = [array.dtype for array in arrays]
+        _assign(entries, arrays)
         if recorder or entries[0].rows <= MAX_SLICED_ROWS:
-            _assign(entries, arrays)
             return arrays
-        parts = [own(part) for part in _slices(arrays, len(entries))]
-        for e, part in zip(entries, parts, strict=True):  # a slice would pin all that the pass read
-            e.seq.state = part
-            e.seq.batch = None
-        return [array for part in parts for array in part]
+        for e in entries:  # a slice would pin all that the pass read
+            _detach(e.seq)
+        return ()
 
     def release(self) -> None:
         """Stop recording and drop the layers' arrays: the forward is built, or failed."""
@@ -223,13 +205,12 @@ class RecurrentStates:
     def cut(recordings: Iterable[StateRecorder], entry: Entry, rows: int) -> None:
         """Bring the state of an entry that ended at a stop to that after its first `rows` rows."""
         for recorder in recordings:
-            count = len(recorder.entries)
-            if entry in recorder.entries:
-                parts = _slices(recorder.states_after(mx.full(count, rows, mx.int32)), count)
-                state = own(parts[recorder.entries.index(entry)])
+            entries = recorder.entries
+            if entry in entries:
+                arrays = recorder.states_after(mx.full(len(entries), rows, mx.int32))
+                state = own(_part(arrays, entries.index(entry)))
                 if entry.seq.state is entry.state:  # no later step has gone on from it
                     entry.seq.state = state
-                    entry.seq.batch = None
                 entry.state = state
 
 
@@ -245,18 +226,26 @@ def by_entry(
     return mx.pad(accepted, (0, 1))[mx.array(found)]
 
 
-def _slices(arrays: Sequence[Array], count: int) -> list[StateArrays]:
-    """The states of the sequences of a batch."""
-    return [tuple(array[i : i + 1] for array in arrays) for i in range(count)]
+def _part(arrays: Sequence[Array], i: int) -> StateArrays:
+    """The state of sequence number `i` of a batch."""
+    return tuple(array[i : i + 1] for array in arrays)
 
 
 def _assign(entries: Plan, arrays: Sequence[Array]) -> None:
     """Give the entries' sequences their parts of the batch's states; the next forward of the same
     sequences takes the arrays as they are."""
-    parts = _slices(arrays, len(entries)) if len(entries) > 1 else [tuple(arrays)]
+    parts = [tuple(arrays)]
+    if len(entries) > 1:
+        parts = [_part(arrays, i) for i in range(len(entries))]
     for e, part in zip(entries, parts, strict=True):
         e.seq.state = part
         e.seq.batch = arrays, parts
+
+
+def _detach(seq: Seq) -> None:
+    """Let a sequence's state pin no batch."""
+    seq.state = own(seq.state)
+    seq.batch = None
 
 
 def own(state: StateArrays) -> StateArrays:

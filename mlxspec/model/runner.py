@@ -8,7 +8,6 @@ mlx-lm's own caches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -26,14 +25,15 @@ from mlxspec.model.batch import (
     fill_view,
     own_rows,
     padded_rows,
+    runs_of,
     sampled_rows,
     starts_of,
 )
-from mlxspec.model.pages import DensePages, Pages, View, window_of
+from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
-from mlxspec.model.trunk import install_taps, install_trunk, layers_in
-from mlxspec.types import FINAL_NORM, Entry, Plan, Tap, UnsupportedModel
+from mlxspec.model.trunk import install_taps, install_trunk
+from mlxspec.types import FINAL_NORM, Entry, Plan, Tap
 
 FIRST_BLOCKS = 32  # of a pool that grows
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
@@ -79,8 +79,7 @@ class Runner:
         self.layout = layout
         self.lone = lone or layout == "solo"
         pools = {None: blocks} | dict(windows or {})
-        self.view = View(block_size, pools, dict(pools))
-        self._kv_bits = kv_bits
+        self.view = View(block_size, pools, dict(pools), layout == "gather", kv_bits)
         self._split = False
         self._highest: Callable[[], Sequence[int]] = lambda: [0 for _ in pools]
         self.caches: list[Any] = []
@@ -102,16 +101,9 @@ class Runner:
         self.mirror: Any = None  # on rank 0 of several: a Mirror
 
     def tap(self, taps: Sequence[Tap]) -> None:
-        """Hand out these hidden states of every row from now on. Raises UnsupportedModel."""
+        """Hand out these hidden states of every row from now on: none where there is no trunk."""
         if self.trunk:
             install_taps(self.trunk, self.view, taps)
-        elif taps:
-            raise UnsupportedModel("this model's hidden states cannot be read")
-
-    @property
-    def last_layer(self) -> Tap:
-        """The tap before the final norm."""
-        return len(layers_in(self.trunk)) - 1 if self.trunk else -1
 
     def _cache(self, cache: Any) -> Any:
         """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""
@@ -120,9 +112,7 @@ class Runner:
             return CacheList(*inner)  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
             return ArraysCache(len(cache.cache))
-        window = window_of(cache)
-        pages = DensePages if self.layout == "gather" else Pages
-        return pages(self.view, window, self._kv_bits)
+        return Pages(self.view, window_of(cache))
 
     # ---- pools -------------------------------------------------------------------------------
 
@@ -201,7 +191,7 @@ class Runner:
         # then only similar contexts share a forward.
         ends = [e.end for e in plan if e.count == 1]
         slots = len(ends) * max(ends, default=0)
-        self._split = self.layout == "gather" and slots > MAX_PADDED_SLOTS
+        self._split = self.view.dense and slots > MAX_PADDED_SLOTS
         plan = sorted(plan, key=self._order)
         if self.mirror:
             self.mirror.tell(plan, previous is not None, self._highest(), self.view.taps)
@@ -281,6 +271,8 @@ class Runner:
 
     def _form(self, e: Entry) -> tuple[Any, ...]:
         """What entries must have in common to share a forward; those that decode come first."""
+        if self.layout == "rows":
+            return ()
         rows, context = bucket(e, self.view.block_size)
         if e.count == 1:
             rows, context = 0, context if self._split else 0
@@ -301,22 +293,15 @@ class Runner:
         shift: Shift,
     ) -> tuple[Array, dict[Tap, Array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
-        batches = [list(plan)]
-        if self.layout != "rows":
-            alike: Callable[[Entry], Any] = id if self.lone else self._form
-            batches = [list(batch) for _, batch in groupby(plan, alike)]
+        alike: Callable[[Entry], Any] = id if self.lone else self._form
         self.states.begin_step(plan)
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
-        first = row = 0
-        for batch in batches:
-            last = first + len(batch)
-            end = row + sum(e.rows for e in batch)
-            part = None if shift is None else shift[first:last]
-            logits.append(self._forward_batch(batch, ids[row:end], part))
+        for batch, places, rows in runs_of(plan, alike):
+            part = None if shift is None else shift[places]
+            logits.append(self._forward_batch(batch, ids[rows], part))
             for tap, parts in taps.items():
                 parts.append(self.view.tapped.pop(tap))
-            first, row = last, end
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
     def _forward_batch(
@@ -340,7 +325,7 @@ class Runner:
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
-            fill_view(view, batch, shift, length, self.layout == "gather")
+            fill_view(view, batch, shift, length)
             if length:  # mlx-lm's layers ask for the first position of each sequence
                 view.positions = view.positions[::length]
         view.sampled = sampled = sampled_rows(batch, length)

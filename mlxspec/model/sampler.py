@@ -23,7 +23,7 @@ class Sampled:
     """Lazy results of a step. `tokens` int32 [R]; `accepted` int32 [sampling entries], how many
     drafted tokens were accepted, None if nothing was drafted. `logprobs`, only if some row asked
     for them: the log-probabilities [R] of the sampled tokens; then ids and log-probabilities
-    [R, k] of the k best, unordered."""
+    [R, k] of the k best, best first."""
 
     tokens: Array
     accepted: Array | None = None
@@ -55,16 +55,10 @@ def rows_of(plan: Plan) -> list[SampledRow]:
     for e in plan:
         end += e.rows
         for i in range(e.sampled):
-            row = SampledRow(
-                e,
-                e.seq.request.sampling,
-                e.start + e.count + i,
-                i + 1,
-                end - e.sampled,
-            )
-            if e.masks:
-                row.mask = e.masks[i]
-            rows.append(row)
+            mask = e.masks[i] if e.masks else b""
+            position = e.start + e.count + i
+            sampling = e.seq.request.sampling
+            rows.append(SampledRow(e, sampling, position, i + 1, end - e.sampled, mask))
     return rows
 
 
@@ -131,9 +125,7 @@ def _logprobs(
     """Sampled.logprobs: the model's own, before bias and penalties."""
     own = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(own, tokens[:, None], axis=-1)
-    k = max(1, min(k, own.shape[-1] - 1))
-    top = mx.argpartition(-own, k, axis=-1)
-    top = top[:, :k].astype(mx.int32)
+    top = mx.argsort(-own, axis=-1)[:, : max(1, k)]
     best = mx.take_along_axis(own, top, axis=-1)
     return [chosen[:, 0], top, best]
 
@@ -152,9 +144,8 @@ def read(
         n = row.sampling.logprobs
         if n is None:
             continue
-        pairs = zip(ids[r], values[r], strict=True)
-        top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
-        logprobs[r] = Logprob(tokens[r], chosen[r], tuple(top[:n]))
+        top = zip(ids[r][:n], values[r][:n], strict=True)
+        logprobs[r] = Logprob(tokens[r], chosen[r], tuple(top))
     return tokens, logprobs
 
 
@@ -176,66 +167,59 @@ def _penalize(
 ) -> Array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
     (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
-    chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
-    if not chosen:
+    if not any(row.sampling.penalized for row in rows):
         return x
-    penalized = [rows[r] for r in chosen]
-    in_prompt, counts = _token_counts(penalized, inputs, x.shape[-1])
-    generated = counts > 0
+    prompt, generated = _token_counts(rows, inputs, x.shape[-1])
     penalties = []
-    for row in penalized:
+    for row in rows:
         s = row.sampling
         penalties.append([s.repetition_penalty, s.frequency_penalty, s.presence_penalty])
     columns = mx.array(penalties, mx.float32).T
     repetition, frequency, presence = columns[:, :, None]
     x = x.astype(mx.float32)
-    at = mx.array(chosen)
-    y = x[at]
-    repeated = mx.where(y > 0, y / repetition, y * repetition)
-    y = mx.where(in_prompt | generated, repeated, y)
-    x[at] = y - counts * frequency - generated * presence
-    return x
+    repeated = mx.where(x > 0, x / repetition, x * repetition)
+    x = mx.where(prompt + generated > 0, repeated, x)
+    return x - generated * frequency - (generated > 0) * presence
 
 
 def _token_counts(
     rows: Rows,
     inputs: Array,
     vocab: int,
-) -> tuple[Array, Array]:
-    """For each row which tokens stand in the prompt, bool [R, vocab], and how often each was
-    generated before it, float32 [R, vocab]; tokens of the step itself are counted lazily."""
+) -> Array:
+    """float32 [2, R, vocab]: how often each token stands in a row's prompt, and was generated
+    before the row; tokens of the step itself are counted lazily."""
     known = []
     unread = []  # generated input tokens of this step, each with a row that comes after it
     for r, row in enumerate(rows):
         seq = row.entry.seq
         first = row.position - row.ordinal  # of the entry's input tokens that may be unread
-        known.append(_host_counts(seq, first, vocab))
-        for i in range(max(0, seq.prompt_len - first), row.ordinal):
+        in_prompt = max(0, seq.prompt_len - first)
+        known.append(_host_counts(seq, first + in_prompt, vocab))
+        for i in range(in_prompt, row.ordinal):
             unread.append((row.first_input + i, r))
-    in_prompt, counts = [mx.stack(list(each)) for each in zip(*known, strict=True)]
+    counts = mx.stack(known, axis=1)
     if unread:
         at, of = mx.array(unread).T
-        counts = counts.at[of, inputs[at]].add(1.0)
-    return in_prompt, counts
+        counts = counts.at[1, of, inputs[at]].add(1.0)
+    return counts
 
 
 def _host_counts(
     seq: Seq,
     upto: int,
     vocab: int,
-) -> tuple[Array, Array]:
-    """Which tokens stand in the prompt, bool [vocab], and how often each was generated before
-    position `upto`, float32 [vocab]. Kept with the sequence: a step counts only what is new."""
-    if seq.counts is None:
-        none = mx.zeros(vocab)
-        prompt = none.at[mx.array(seq.request.prompt)].add(1) > 0
-        seq.counts = seq.prompt_len, prompt, none
-    counted, prompt, output = seq.counts
+) -> Array:
+    """float32 [2, vocab]: how often each token stands in the prompt, and was generated before
+    position `upto`. Kept with the sequence: a step counts only what is new."""
+    counted, counts = seq.counts or (0, mx.zeros((2, vocab)))
     if upto > counted:
+        generated = mx.arange(counted, upto) >= seq.prompt_len
         new = mx.array(seq.tokens[counted:upto])
-        output = output.at[new].add(1.0)
-        seq.counts = upto, prompt, output
-    return prompt, output
+        counts = counts.at[generated.astype(mx.int32), new].add(1.0)
+        seq.counts = upto, counts
+    found: Array = counts
+    return found
 
 
 def _floors(
@@ -282,8 +266,6 @@ def _floor(
     probs = mx.softmax(kept, axis=-1, precise=True)
     better = mx.cumsum(probs, axis=-1) - probs  # mass of the better tokens
     inside = (better < top_p) & (probs > 0)
-    count = inside.sum(-1, keepdims=True)
-    last = mx.clip(count, 1, top_k) - 1
-    floor = mx.take_along_axis(ranked, last, axis=-1)[:, 0]
+    floor = mx.where(inside, kept, mx.inf).min(axis=-1)
     best = ranked[:, 0]
-    return mx.maximum(floor, best + mx.log(min_p))
+    return mx.clip(floor, best + mx.log(min_p), best)

@@ -4,9 +4,9 @@ Rule: an endpoint is a function of a request; what they share is the `ServerStat
 """
 
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -22,7 +22,7 @@ from mlxspec.model.hub import cache_of
 from mlxspec.server import embeddings, page
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import FIRST, Items, Strict, Token, receive, report_ignored
-from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
+from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
 from mlxspec.server.ollama import endpoints as ollama
@@ -31,7 +31,7 @@ from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import protect
 from mlxspec.server.state import Model, ServerState, run_on_text_thread, while_connected
-from mlxspec.text.chat import Tokenizer, conversation_of, render
+from mlxspec.text.chat import Tokenizer
 from mlxspec.training.recorder import Recorder
 from mlxspec.types import Served
 
@@ -83,11 +83,9 @@ async def health(http: HttpRequest) -> Response:
     reason = state.unwell()
     if reason:
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    served = state.worker.models
-    running = sum(model.stats.running for model in served.values())
-    waiting = sum(model.stats.waiting for model in served.values())
-    loaded = [name for name, model in served.items() if model.status == "loaded"]
-    body = {"status": "ok", "running": running, "waiting": waiting, "loaded": loaded}
+    served = state.worker.models.items()
+    loaded = [name for name, model in served if model.status == "loaded"]
+    body: Json = {"status": "ok", "loaded": loaded}
     if state.note:
         body["note"] = state.note
     return JSONResponse(body)
@@ -138,34 +136,24 @@ def _model(served: Served) -> Json:
 
 
 class Load(Strict):
+    """`pin` is for a load, `force` for the unload of a pinned model."""
+
     model: str
     pin: bool | None = None
-
-
-async def load(http: HttpRequest) -> Response:
-    """Responds when the model is loaded."""
-    body, model = await receive(http, Load)
-    return await _change(http, model, model.server.worker.load(model.name, body.pin))
-
-
-class Unload(Strict):
-    model: str
     force: bool = False
 
 
-async def unload(http: HttpRequest) -> Response:
-    """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
-    body, model = await receive(http, Unload)
-    return await _change(http, model, model.server.unload(model.name, body.force))
-
-
-async def _change(http: HttpRequest, model: Model, work: Coroutine[Any, Any, None]) -> Response:
-    """The model's object after `work` on it, and the seconds that it took."""
-    worker, began = model.server.worker, time.monotonic()
-    await while_connected(http, work)
+async def load(http: HttpRequest) -> Response:
+    """The model's object when it is loaded or, of /v1/models/unload, when its memory is free, and
+    the seconds that it took; 409 if it is pinned or stays busy."""
+    body, model = await receive(http, Load)
+    server, name, began = model.server, model.name, time.monotonic()
+    if http.url.path.endswith("/unload"):
+        await while_connected(http, server.unload(name, body.force))
+    else:
+        await while_connected(http, server.worker.load(name, body.pin))
     seconds = round(time.monotonic() - began, 3)
-    body = {**_model(worker.models[model.name]), "seconds": seconds}
-    return JSONResponse(body)
+    return JSONResponse({**_model(server.worker.models[name]), "seconds": seconds})
 
 
 class Tokenize(Strict):
@@ -181,7 +169,7 @@ class Tokenize(Strict):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: Json = Field({})
 
 
 async def tokenize(http: HttpRequest) -> Response:
@@ -197,10 +185,9 @@ async def tokenize(http: HttpRequest) -> Response:
 def _tokens(model: Model, body: Tokenize) -> list[int]:
     if body.messages is None:
         return encode_prompt(model, body.prompt or "", body.add_special_tokens)
-    options = template_options(body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
-    talk = conversation_of(body.messages, body.tools, options, model.history)
-    prompted, context = body.add_generation_prompt, model.info.context
-    return render(model.tokenizer, talk, model.history, prompted, context).ids
+    options = {"reasoning_effort": body.reasoning_effort, **body.chat_template_kwargs}
+    chat = ChatRequest(body.messages, body.tools, options=options)
+    return render_prompt(model, chat, body.add_generation_prompt)[1].ids
 
 
 class Detokenize(Strict):
@@ -229,14 +216,14 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "POST /v1/infill": openai.completions,
     "POST /v1/embeddings": embeddings.create,
     "POST /v1/messages": anthropic.messages,
-    "POST /v1/messages/count_tokens": anthropic.count_tokens,
+    "POST /v1/messages/count_tokens": anthropic.messages,
     "POST /v1/responses": responses.create,
     "POST /v1/responses/input_tokens": responses.create,
     "GET,DELETE /v1/responses/{id}": responses.stored,
     "GET /v1/responses/{id}/input_items": responses.input_items,
     "GET /v1/models": models,
     "POST /v1/models/load": load,
-    "POST /v1/models/unload": unload,
+    "POST /v1/models/unload": load,
     "GET /v1/models/{name:path}": model,
     "POST /v1/tokenize": tokenize,
     "POST /v1/detokenize": detokenize,
@@ -248,5 +235,4 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /api/ps": ollama.models,
     "GET /api/tags": ollama.models,
     "GET /api/version": ollama.version,
-    **{f"POST,DELETE {path}": ollama.refuse for path in ollama.INSTEAD},
 }

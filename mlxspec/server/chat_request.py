@@ -4,7 +4,7 @@ Rule: everything that can be wrong with a request is found here, before anything
 """
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -52,13 +52,13 @@ class Format:
 class ChatRequest:
     """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
     checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
-    none, required, or a dict {"name": ...}. `options` are variables of the template. `source` is
-    the body's field that holds the conversation. `continued`: the answer continues the last
-    message. `budget` is the most tokens of reasoning."""
+    none, required, or an object with a tool's `full_name`. `options` are variables of the template;
+    None: not sent. `source` is the body's field that holds the conversation. `continued`: the
+    answer continues the last message. `budget` is the most tokens of reasoning."""
 
     messages: Sequence[Any]
     tools: Any = None
-    tool_choice: str | Json = "auto"
+    tool_choice: Any = "auto"
     deferred: Sequence[Json] = ()
     options: Json = field(default_factory=dict)
     source: str = "messages"
@@ -112,17 +112,15 @@ def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices:
             remember(tokenizer, talk, prompt, turn, choice.ids, history)
 
 
-def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
+def render_prompt(
+    model: Model, chat: ChatRequest, generation_prompt: bool = True
+) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
-    talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
+    options = {name: value for name, value in chat.options.items() if value is not None}
+    talk = conversation_of(chat.messages, chat.tools, options, model.history)
     talk = replace(talk, continued=chat.continued)
-    prompt = render(
-        model.tokenizer,
-        talk,
-        model.history,
-        context=model.info.context,
-        field=chat.source,
-    )
+    context = model.info.context
+    prompt = render(model.tokenizer, talk, model.history, generation_prompt, context, chat.source)
     return talk, prompt
 
 
@@ -202,22 +200,20 @@ def _grammar(
         raise rejected(form.field, "with a last message of the assistant: send one of them")
     if form and form.lark and calls:
         raise rejected(form.field, "with tools: send one of them, or tool_choice 'none'")
-    rules = []
     if required:
-        where = "tool_choice"
-    elif form is None:
+        form = Format("tool_choice", None)
+    if form is None:
         return None
-    elif form.lark:
+    if form.lark:
         text = checked_lark(form.value, form.field)
-        return grammars.compiled(text, prompt.thinking, form.field)
     else:
-        where = form.field
-        rules.append(json_rule(form.value, where))
-    if calls:
-        name = choice["name"] if isinstance(choice, Mapping) else None
-        single = name is not None or not generation.body.parallel_tool_calls
-        rules.append(grammars.calls(talk.tools, name, single, where))
-    return grammars.compiled(grammars.rules(rules), prompt.thinking, where)
+        rules = [] if required else [json_rule(form.value, form.field)]
+        if calls:
+            name = None if isinstance(choice, str) else choice.full_name
+            single = name is not None or not generation.body.parallel_tool_calls
+            rules.append(grammars.calls(talk.tools, name, single, form.field))
+        text = grammars.rules(rules)
+    return grammars.compiled(text, prompt.thinking, form.field)
 
 
 def _limited(
@@ -240,15 +236,6 @@ def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
     if highest >= vocab:
         why = f"{source} has the token id {highest}; ids run from 0 to {vocab - 1}"
         raise invalid(source, why)
-
-
-def template_options(kwargs: Json | None, **fields: Any) -> Json:
-    """Variables for the chat template. `fields` are fields of the body that are named like the
-    variables; None: not sent."""
-    return {
-        **(kwargs or {}),
-        **{name: value for name, value in fields.items() if value is not None},
-    }
 
 
 def encode_prompt(

@@ -16,14 +16,14 @@ from starlette.responses import JSONResponse, Response
 from mlxspec import log
 from mlxspec.engine.worker import OutputStream, Worker
 from mlxspec.files import read_json
-from mlxspec.server.body import receive
+from mlxspec.server.body import receive, wrong
 from mlxspec.server.chat_request import encode_prompt, room_for
 from mlxspec.server.errors import HttpRequest, Json, invalid
 from mlxspec.server.openai.schema import Embeddings, OneEmbedding
 from mlxspec.server.state import Model, run_on_text_thread, while_connected
 from mlxspec.server.stream import failure
 from mlxspec.text.messages import listed
-from mlxspec.types import Busy, Pooling, Request, shown
+from mlxspec.types import Busy, Pooling, Request
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
@@ -80,9 +80,8 @@ async def embed(model: Model, body: Embeddings) -> tuple[list[Any], int]:
                     raise failure(output)
                 width = len(output.embedding)
                 if dimensions and dimensions > width:
-                    given = f"dimensions = {shown(dimensions)}"
-                    why = f"{given}: an embedding of {model.name} has {width}; send fewer"
-                    raise invalid("dimensions", why)
+                    why = f"an embedding of {model.name} has {width}; send fewer"
+                    raise wrong("dimensions", dimensions, why)
                 vector = output.embedding[:dimensions]
                 vectors.append(vector / np.linalg.norm(vector))
         finally:

@@ -7,7 +7,6 @@ is aborted, and it is counted and logged once.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from mlxspec import log
 from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model, Row, while_connected
-from mlxspec.server.stream import Choice, Piece, ResponseWriter
+from mlxspec.server.stream import Choice, Piece, ResponseWriter, Usage
 from mlxspec.types import Busy, Output, Request
 
 PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
@@ -47,27 +46,22 @@ class Generation:
     first: float = 0.0  # time of the first token
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
     queue: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)  # of all requests' outputs
-    outcome: str = ""  # "gone" or "error", where it is not the choices' finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises only before the first byte."""
         id = self.writer.id
         self._submit()
         headers = {"x-request-id": id, "request-id": id}
-        self.model.server.journal.live[id] = self._row
+        self.model.server.live[id] = self._row
         try:
             if self.body.stream:
-                async with aclosing(self._events()) as events:
-                    response = StreamingResponse(events, 200, headers | STREAM, self.media)
-                    await response(scope, receive, send)
+                response = StreamingResponse(self._events(), 200, headers | STREAM, self.media)
+                await response(scope, receive, send)
             else:
                 body = await while_connected(HttpRequest(scope, receive), self._body())
                 await JSONResponse(body, headers=headers)(scope, receive, send)
         except ClientDisconnect:
             pass
-        except BaseException:
-            self.outcome = "error"
-            raise
         finally:
             self._finish()
 
@@ -99,30 +93,31 @@ class Generation:
         `keepalive_s`. Where there are comments, it gets one too, because some clients ignore those,
         and while the prompt is read they tell how far."""
         writer, body = self.writer, self.body
-        yield writer.opening(self._usage())
+        yield writer.opening(stream.usage(self.choices))
         pause = self.model.server.config.keepalive_s
         told = 0  # tokens of the prompt
         comments = self.media == stream.SSE
         written = time.monotonic()
         try:
             while self._runs():
-                data, output = b"", None
-                with suppress(TimeoutError):
+                data = b""
+                try:
                     async with asyncio.timeout(min(pause, PROGRESS_S)):
                         output = await self.queue.get()
-                if output is not None:
                     data = writer.chunk(*self._read(output))
-                elif comments and (row := self._row())["read"] > told:
-                    told = row["read"]
-                    yield b": prompt %d of %d\n\n" % (told, row["prompt"])
-                    if body.return_progress or body.stream_options.include_progress:
-                        tells = {  # as llama.cpp has it, whichever the API is
-                            "total": row["prompt"],
-                            "cache": row["cached"],
-                            "processed": told,
-                            "time_ms": round(1e3 * row["seconds"]),
-                        }
-                        data = stream.event({"choices": [], "prompt_progress": tells})
+                except TimeoutError:
+                    usage = self._usage()
+                    if comments and usage.read > told:
+                        told = usage.read
+                        yield b": prompt %d of %d\n\n" % (told, usage.prompt)
+                        if body.return_progress or body.stream_options.include_progress:
+                            tells = {  # as llama.cpp has it, whichever the API is
+                                "total": usage.prompt,
+                                "cache": usage.cached,
+                                "processed": told,
+                                "time_ms": round(1e3 * usage.seconds),
+                            }
+                            data = stream.event({"choices": [], "prompt_progress": tells})
                 if not data and time.monotonic() - written >= pause:
                     data = writer.still_here()
                     if comments:
@@ -133,7 +128,6 @@ class Generation:
             self.on_done()
             yield writer.closing(self.choices, self._usage())
         except ApiError as error:
-            self.outcome = "error"
             yield writer.failed(error)
 
     def _read(self, output: Output) -> tuple[Choice, Piece]:
@@ -157,64 +151,59 @@ class Generation:
             server.worker.abort(output.request, output.index)
         return choice, piece
 
-    def _usage(self) -> stream.Usage:
-        usage = stream.usage(self.choices)
-        usage.first, usage.seconds = self.first, time.monotonic() - self.arrived
-        return usage
-
-    def _row(self) -> Row:
-        """Figures for the page and the log. Counts are tokens, times are seconds since the request
-        arrived, `rate` is tokens/s after the first token; `first` is 0 before the first token,
-        `read` counts the prompt while it is read, `outcome` is "" until the end. Holds no text."""
-        row: Row = {
-            "id": self.writer.id,
-            "model": self.model.name,
-            **asdict(self._usage()),
-            "read": 0,
-            "rate": 0.0,
-            "outcome": self.outcome,
-            "state": "waiting",
-        }
+    def _usage(self) -> Usage:
+        """The figures of this moment. The engine's are of its last step, and only needed until the
+        first token."""
+        made = stream.usage(self.choices)
+        made.first, made.seconds = self.first, time.monotonic() - self.arrived
         if self.first:
-            row["state"] = "writing"
+            made.state = "writing"
             seconds = max(self.last.values()) - self.first
             if seconds > 0:
-                row["rate"] = (row["generated"] - len(self.last)) / seconds
-            return row
+                made.rate = (made.generated - len(self.last)) / seconds
+            return made
         # The engine lists each running choice in order; the first one has the prefix match.
         stats = self.model.server.worker.models[self.model.name].stats
         running = {id: counts for id, *counts in reversed(stats.running_requests)}
         matched = [running[request.id] for request in self.requests if request.id in running]
         if matched:
-            row["state"] = "reading"
-            row["cached"], row["read"] = map(sum, zip(*matched, strict=True))
-        return row
+            made.state = "reading"
+            made.cached, made.read = map(sum, zip(*matched, strict=True))
+        return made
+
+    def _row(self, outcome: str = "") -> Row:
+        """The figures for the page; `outcome` is "" until the end. Holds no text."""
+        return {
+            "id": self.writer.id,
+            "model": self.model.name,
+            "outcome": outcome,
+            **asdict(self._usage()),
+        }
 
     def _finish(self) -> None:
         """Abort what still runs; record what has finished; count, list and log the answer."""
-        server, choices = self.model.server, self.choices
-        for id in {choice.request.id for choice in choices if choice.finish is None}:
-            self.outcome = self.outcome or "gone"
+        server, name = self.model.server, self.model.name
+        for id in {choice.request.id for choice in self.choices if choice.finish is None}:
             server.worker.abort(id)
-        for choice in choices:
-            if choice.finish and server.recorder:
-                server.recorder.add(self.model.name, choice.request.prompt, choice.ids)
-        outcomes = dict.fromkeys(str(choice.finish) for choice in choices)
-        self.outcome = self.outcome or ",".join(outcomes)
-        row = self._row()
-        server.journal.end(row)
-        outcome = self.outcome.partition(",")[0]
-        server.metrics.duration.labels(self.model.name, outcome).observe(row["seconds"])
-        log.info("%s, %s", _summary(row), self.outcome)
+        for choice in self.choices:
+            if server.recorder and choice.finish in ("stop", "length"):
+                server.recorder.add(name, choice.request.prompt, choice.ids)
+        # By the alphabet, so that failures come first.
+        outcomes = sorted({choice.finish or "gone" for choice in self.choices})
+        usage, outcome = self._usage(), ",".join(outcomes)
+        del server.live[self.writer.id]
+        server.finished.appendleft(self._row(outcome))
+        server.metrics.duration.labels(name, outcomes[0]).observe(usage.seconds)
+        log.info("%s: %s, %s", self.writer.id, _summary(usage), outcome)
 
 
-def _summary(row: Row) -> str:
+def _summary(usage: Usage) -> str:
     """The figures of a finished answer, for the log."""
-    text = "{id}: {prompt} in, {cached} cached, {generated} out, ".format(**row)
-    when = row["first"] or row["seconds"]
-    text += f"{'first' if row['first'] else 'none'} after {when:.2f} s"
-    text += f", {row['rate']:.1f} tokens/s, {row['rounds']} rounds"
-    if row["drafted"]:
-        text += f", {row['generated'] / row['rounds']:.1f} tok/round"
-        text += f", {row['kept'] / row['drafted']:.0%} of drafts kept"
+    text = f"{usage.prompt} in, {usage.cached} cached, {usage.generated} out"
+    when = f"{usage.first or usage.seconds:.2f} s"
+    text += f", {'first' if usage.first else 'none'} after {when}"
+    text += f", {usage.rate:.1f} tokens/s, {usage.rounds} rounds"
+    if usage.drafted:
+        text += f", {usage.generated / usage.rounds:.1f} tok/round"
+        text += f", {usage.kept / usage.drafted:.0%} of drafts kept"
     return text

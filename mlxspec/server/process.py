@@ -11,20 +11,15 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import uvicorn
+from starlette.applications import Starlette
 
 from mlxspec import blas, log
 from mlxspec.config import Config, ConfigError, as_flags, url_of
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
-    from mlxspec.engine.worker import Worker
 
 GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step
@@ -34,25 +29,22 @@ SPARE = 64  # connections beyond those that may have requests: idle ones, health
 ACCEPTS = 4  # at once; asyncio logs an error for each when file descriptors run out
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
-Ended = Callable[[int], None]
-
 
 def serve_model(
     config: Config,
     listener: socket.socket | None = None,
     note: str = "",
-    ended: Ended = lambda status: None,
-) -> int:
-    """Load the configured models and serve them; returns the process's exit status. Raises
-    ConfigError and UserError.
+    ended: Callable[[int], None] = lambda status: None,
+) -> NoReturn:
+    """Load the configured models, serve them and end the process, whose status `ended` gets first.
+    Raises ConfigError and UserError.
 
     A `listener` comes from launchd and is listening already, so clients may be waiting: requests
-    are accepted at once, and the first one loads the model. `note` is for /health; `ended` gets the
-    status if the process exits here.
+    are accepted at once, and the first one loads the model. `note` is for /health.
     """
     if os.environ.get("MLX_RANK", "0") != "0":
-        return follow(config)
-    load_on_request = listener is not None
+        follow(config)
+    load_on_request = bool(listener)
     if listener:
         host, port = listener.getsockname()[:2]
         config = replace(config, host=host, port=port)
@@ -61,22 +53,27 @@ def serve_model(
         for number in _signals():
             signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
         log.info("stopped while loading")
-        ended(0)
-        _exit(0)  # the loading thread could run for minutes
+        end(0)
+
+    def end(status: int) -> NoReturn:
+        ended(status)
+        _exit(status)
 
     for number in _signals():
         signal.signal(number, stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
-        app, worker = _load(config, load_on_request, note)
-        return serve(app, worker, config, listener=listener, ended=ended)
+        app = _load(config, load_on_request)
+        app.state.server.note = note
+        end(serve(app, listener))
 
 
-def follow(config: Config) -> int:
-    """Run as a rank above 0, until rank 0 ends; returns the process's exit status. What stops a
-    server is for rank 0, which gets it too. Raises UserError."""
+def follow(config: Config) -> NoReturn:
+    """Run as a rank above 0, until rank 0 ends, and end the process. What stops a server is for
+    rank 0, which gets it too. Raises UserError."""
     blas.load()
     from mlxspec import resolve
     from mlxspec.model.parallel import join
+    from mlxspec.types import RankLost
 
     ranks = join(config.ranks)
     for number in _signals():
@@ -89,12 +86,12 @@ def follow(config: Config) -> int:
     ranks.watch(lost)
     try:
         resolve.follow(config, ranks)
-    except RuntimeError as error:
+    except (RuntimeError, RankLost) as error:
         told = ranks.explain(error)
-        if told is error:
+        if not isinstance(told, RankLost):
             log.critical("this rank failed", exc_info=error)
         lost(str(told))
-    return 0
+    _exit(0)
 
 
 def _signals() -> list[int]:
@@ -106,17 +103,15 @@ def _signals() -> list[int]:
 
 
 def _exit(status: int) -> NoReturn:
-    """End the process without waiting for its threads."""
+    """End the process without waiting for its threads: one that loads could run for minutes."""
     logging.shutdown()
     if (verify := sys.modules.get("mlxspec.kernels.verify")) is not None:
         verify.KERNELS.abandon_trial()  # a kernel that is being tried has not crashed
     os._exit(status)
 
 
-def _load(
-    config: Config, load_on_request: bool = False, note: str = ""
-) -> "tuple[Starlette, Worker]":
-    """The application and its engine, with the default model loaded unless `load_on_request`."""
+def _load(config: Config, load_on_request: bool = False) -> Starlette:
+    """The application, with the default model loaded unless `load_on_request`."""
     blas.load()
     from mlxspec.engine.worker import Worker
     from mlxspec.model.parallel import join
@@ -144,9 +139,7 @@ def _load(
 
     announce(f"mlxspec serve {as_flags(config)}")
     paths = {other.name: other.path for other in others}
-    app = create_app(worker, chosen.tokenizer, chosen.path, config, paths)
-    app.state.server.note = note
-    return app, worker
+    return create_app(worker, chosen.tokenizer, chosen.path, config, paths)
 
 
 def announce(text: str) -> None:
@@ -171,37 +164,20 @@ def bind(config: Config) -> socket.socket:
     return bound
 
 
-def serve(
-    app: "Starlette",
-    worker: "Worker",
-    config: Config,
-    listener: socket.socket | None = None,
-    ended: Ended = lambda status: None,
-) -> int:
+def serve(app: Starlette, listener: socket.socket) -> int:
     """Serve until a signal or the engine's death; returns the process's exit status. Main thread
-    only. The greeting is announced once requests are accepted. If a thread does not end, the
-    process is ended here."""
-    listener = listener or bind(config)
-    status = asyncio.run(_serve(app, worker, config, listener))
-    loading = worker.loading()  # which cannot be interrupted
-    stopper = threading.Thread(target=worker.stop, name="stop", daemon=True)
-    stopper.start()
-    stopper.join(0.0 if loading else STOP_S)
-    if stopper.is_alive() and not loading:
-        status = 1
-    if stopper.is_alive() or app.state.server.text_jobs:
-        log.info("some threads are still at work; the process ends without them")
-        ended(status)
-        _exit(status)
+    only. The greeting is announced once requests are accepted."""
+    worker = app.state.server.worker
+    status = asyncio.run(_serve(app, listener))
+    if worker.loading():  # which cannot be interrupted
+        worker.stop(0.0)
+    elif not worker.stop(STOP_S):
+        return 1
     return status
 
 
-async def _serve(
-    app: "Starlette",
-    worker: "Worker",
-    config: Config,
-    listener: socket.socket,
-) -> int:
+async def _serve(app: Starlette, listener: socket.socket) -> int:
+    worker, config = app.state.server.worker, app.state.server.config
     server = make_server(app, config)
     draining: list[asyncio.Future[None]] = []
 
@@ -232,7 +208,7 @@ async def _serve(
     return 0 if worker.alive() else 1
 
 
-def make_server(app: "Starlette", config: Config) -> uvicorn.Server:
+def make_server(app: Starlette, config: Config) -> uvicorn.Server:
     """uvicorn without its own log, and without its access log."""
     settings = uvicorn.Config(
         app,

@@ -8,7 +8,7 @@ hold.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,25 +44,6 @@ Row = Json  # figures of one generation, made by Generation._row
 
 
 @dataclass(slots=True)
-class Journal:
-    """The running generations, each by id as a function that makes its row, and the rows of the
-    last ones that finished."""
-
-    live: dict[str, Callable[[], Row]] = field(default_factory=dict)
-    finished: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
-
-    def end(self, row: Row) -> None:
-        self.live.pop(row["id"], None)
-        self.finished.appendleft(row)
-
-    def rows(self) -> list[Row]:
-        """All rows by state, then the finished ones; newest first within each."""
-        live = [make() for make in reversed(self.live.values())]
-        live.sort(key=lambda row: STATES.index(row["state"]))
-        return [*live, *self.finished]
-
-
-@dataclass(slots=True)
 class Model:
     """The text side of one served model, whether or not its weights are loaded. `defaults` are its
     sampling settings. Only the text thread uses `history` and `grammars`."""
@@ -82,18 +63,26 @@ class Model:
 @dataclass(slots=True)
 class ServerState:
     """What the endpoints of one server share. `paths` are the model directories by name, `note` a
-    remark for /health, such as safe mode."""
+    remark for /health, such as safe mode. `live` has a function for each running generation that
+    makes its row, by id, and `finished` the rows of the last ones."""
 
     worker: Worker
     config: Config
     metrics: Metrics
     paths: Mapping[str, Path]
-    journal: Journal = field(default_factory=Journal)
+    live: dict[str, Callable[[], Row]] = field(default_factory=dict)
+    finished: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
     note: str = ""
     recorder: Recorder | None = None  # where answers are to be kept for training
     models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded
-    text_jobs: set[Future[Any]] = field(default_factory=set)  # waiting or running
+    text_jobs: int = 0  # that somebody waits for
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
+
+    def rows(self) -> list[Row]:
+        """All rows by state, then the finished ones; newest first within each."""
+        live = [make() for make in reversed(self.live.values())]
+        live.sort(key=lambda row: STATES.index(row["state"]))
+        return [*live, *self.finished]
 
     def unwell(self) -> str:
         """Why the server is unhealthy, "" if it is healthy."""
@@ -109,20 +98,21 @@ class ServerState:
     async def on_text_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` on the text thread, after all that was submitted before. Raises Busy when too
         much waits, Dead when the engine stops accepting requests, and what `work` raises."""
-        if len(self.text_jobs) >= self.config.max_queue + self.config.max_sequences:
+        if self.text_jobs >= self.config.max_queue + self.config.max_sequences:
             raise Busy(1)
         calls = [partial(work, *args)]
-        job = self._submit(lambda: calls.pop()())
-        done = asyncio.wrap_future(job)
+        job = asyncio.wrap_future(self._text.submit(lambda: calls.pop()()))
+        self.text_jobs += 1
         try:
-            while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
+            while not (await asyncio.wait((job,), timeout=POLL_S))[0]:
                 if self.worker.draining or not self.worker.alive():
                     raise Dead
-            return done.result()
+            return job.result()
         finally:
+            self.text_jobs -= 1
             job.cancel()
             calls.clear()  # a cancelled job stays in the executor's queue; its body must not
-            del done  # break the cycle error -> traceback -> frame -> future -> error
+            del job  # break the cycle error -> traceback -> frame -> future -> error
 
     def later(self, work: Callable[[], None]) -> None:
         """Run `work` on the text thread; a failure is logged."""
@@ -133,13 +123,7 @@ class ServerState:
             except Exception:
                 log.exception("an answer was sent, but could not be kept for the next turn")
 
-        self._submit(logged)
-
-    def _submit(self, work: Callable[[], T]) -> "Future[T]":
-        job = self._text.submit(work)
-        self.text_jobs.add(job)
-        job.add_done_callback(self.text_jobs.discard)
-        return job
+        self._text.submit(logged)
 
     async def unload(self, name: str, force: bool = False) -> None:
         """Unload a model. Raises ApiError 409 where it is pinned, unless by `force`, or stays
@@ -230,7 +214,6 @@ async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
         return job.result()
     finally:
         job.cancel()
-        await asyncio.wait((job,))
-        if not job.cancelled():
-            job.exception()  # of its end after the client left: nobody else asks
+        # An error after the client has left is nobody's.
+        await asyncio.gather(job, return_exceptions=True)
         del job  # break the cycle error -> traceback -> frame -> task -> error

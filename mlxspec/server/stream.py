@@ -7,7 +7,7 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mlxspec.server.errors import ApiError, Json, unavailable
 from mlxspec.text.detokenizer import Detokenizer
@@ -50,6 +50,7 @@ class Choice:
     def take(self, output: Output) -> Piece:
         """Add an output. Raises ApiError where the engine could not answer."""
         if output.finish in ("error", "abort"):
+            self.finish = output.finish
             raise failure(output)
         reader, read = self.reader, self.reader.count
         text = reader.feed(output.tokens)
@@ -119,9 +120,10 @@ def failure(output: Output) -> ApiError:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a response, in `rounds` that sampled. Of `drafted` tokens, `kept` are part of
-    the answers. `first` and `seconds` are times since the request arrived: of the first token, 0
-    before there is one, and now."""
+    """The figures of a response: token counts, in `rounds` that sampled. Of `drafted` tokens,
+    `kept` are part of the answers; `read` counts the prompt while it is read. `first` and `seconds`
+    are times since the request arrived: of the first token, 0 before there is one, and now. `rate`
+    is in tokens/s after the first one."""
 
     prompt: int = 0
     generated: int = 0
@@ -131,6 +133,9 @@ class Usage:
     rounds: int = 0
     first: float = 0.0
     seconds: float = 0.0
+    read: int = 0
+    rate: float = 0.0
+    state: Literal["writing", "reading", "waiting"] = "waiting"
 
 
 class ResponseWriter(Protocol):

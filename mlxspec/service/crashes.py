@@ -61,7 +61,8 @@ def forget() -> None:
 def serve(
     flags: Mapping[str, str | Sequence[str] | None], listener: socket.socket, log_file: Path
 ) -> int:
-    """Serve on launchd's socket with the settings and these flags. Returns the exit status."""
+    """Serve on launchd's socket with the settings and these flags. Returns the exit status where
+    that cannot be."""
     threading.Thread(target=rotate, args=(log_file,), name="log", daemon=True).start()
     path, lock_file = files()
     with lock(lock_file):
@@ -83,13 +84,11 @@ def serve(
                 log.warning("%s; `mlxspec service restart` ends it", note)
             from mlxspec.server.process import serve_model  # fails in a broken installation
 
-            status = serve_model(config, listener.dup(), note=note, ended=ended)
+            serve_model(config, listener.dup(), note=note, ended=ended)
         except (UserError, ImportError, OSError) as error:
             ended(0)  # it is no crash, however it ends
             refuse(listener, f"{error}; then run: mlxspec service restart")
             return 0
-        ended(status)
-        return status
 
 
 def refuse(listener: socket.socket, reason: str) -> None:

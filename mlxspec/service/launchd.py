@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ VARIABLES = ("MLXSPEC_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CA
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 EXIT_S = 20  # to exit, in addition to `drain_s`
 START_S = 15.0  # for the installed service's process to be there
-# Folders that macOS keeps from what launchd starts, also where a terminal may read them.
-PRIVATE = ("~/Desktop", "~/Documents", "~/Downloads", "~/Library/Mobile Documents", "/Volumes")
 WAIT_S = 4000.0  # longer than the longest `drain_s`
 BOOTOUT_OK = (3, 36, 113)  # statuses: the label is unknown, or its process is still ending
 POLL_S = 0.1
@@ -136,15 +134,11 @@ def installed_url() -> str:
 
 
 def install(agent: Json) -> str:
-    """Install or change the service, and wait until it runs; if it does not, undo that. Raises
-    ConfigError for a port in use, and for a program that launchd may not read."""
+    """Install or change the service, and wait until it runs; if it does not, undo that, as for a
+    program in a folder that macOS keeps from what launchd starts. Raises ConfigError for a port in
+    use."""
     from mlxspec.server.process import bind
 
-    for folder in PRIVATE:
-        if Path(agent["WorkingDirectory"]).is_relative_to(os.path.expanduser(folder)):
-            raise ConfigError(
-                f"macOS keeps {folder} from services; move mlxspec out of there, or: pipx install ."
-            )
     before = agent_file().read_bytes() if agent_file().exists() else b""
     listen = agent["Sockets"][SOCKET]
     unload()
@@ -152,21 +146,16 @@ def install(agent: Json) -> str:
     log_file().parent.mkdir(0o700, parents=True, exist_ok=True)  # or launchd starts nothing
     crashes.forget()
     log_file().touch(0o600)
-    with log_file().open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        load_agent(agent)
-        deadline = time.monotonic() + START_S
-        while not crashes.is_running():
-            if time.monotonic() > deadline:
-                remove_agent(LABEL)
-                if before:
-                    load_agent(plistlib.loads(before))
-                said = log.read().decode(errors="replace").strip()
-                raise UserError(
-                    f"the service did not start, so this is undone; macOS may keep {PROGRAM[0]}"
-                    f" from it. It said: {said or 'nothing'}"
-                )
-            time.sleep(POLL_S)
+    load_agent(agent)
+    if not _until(crashes.is_running, START_S):
+        remove_agent(LABEL)
+        if before:
+            load_agent(plistlib.loads(before))
+        raise UserError(
+            "the service did not start, so this is undone; macOS keeps what lies in ~/Desktop,"
+            " ~/Documents or ~/Downloads from it: move mlxspec out of there, or run: pipx install ."
+            " If that is not it, see: mlxspec service logs"
+        )
     return f"the service listens at {url_in(agent)}/v1, now and after each login"
 
 
@@ -192,7 +181,6 @@ def restart() -> str:
     unload()
     crashes.forget()
     bootstrap(LABEL)
-    _launchctl("kickstart", f"{DOMAIN}/{LABEL}")
     return "the service is started"
 
 
@@ -234,11 +222,18 @@ def unload(label: str = LABEL) -> None:
     Returns when launchd has forgotten the label, before which a bootstrap fails.
     """
     _launchctl("bootout", f"{DOMAIN}/{label}", ok=BOOTOUT_OK)
-    deadline = time.monotonic() + WAIT_S
-    while is_loaded(label):
+    if not _until(lambda: not is_loaded(label), WAIT_S):
+        raise UserError(f"launchd has not ended {label}; try again in a minute")
+
+
+def _until(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait for something that launchd does; whether it was done in time."""
+    deadline = time.monotonic() + seconds
+    while not done():
         if time.monotonic() > deadline:
-            raise UserError(f"launchd has not ended {label}; try again in a minute")
+            return False
         time.sleep(POLL_S)
+    return True
 
 
 def remove_agent(label: str) -> bool:

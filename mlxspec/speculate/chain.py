@@ -51,25 +51,6 @@ class DraftCosts:
         self.fixed *= ratio
 
 
-def proposals(
-    source: str,
-    seq: Seq,
-    depth: int,
-    costs: DraftCosts,
-) -> list[Proposal]:
-    """Drafts of at most `depth` tokens: greedy ones, or, at a temperature above 0, those drawn with
-    the target's noise and the likeliest tokens, which a drafter less sure than its target guesses
-    better. Each has rates of its own: greedy requests say nothing about others."""
-    most = min(depth, seq.room - 1)
-    if most < 1 or seq.remaining != 1:
-        return []
-    made = []
-    for how in ("drawn", LIKELIEST) if seq.request.sampling.temperature > 0 else ("greedy",):
-        keys = [(source, how, i + 1) for i in range(most)]
-        made.append(Proposal(source, seconds=costs.token, fixed=costs.fixed, rate_keys=keys))
-    return made
-
-
 def sampling_of(
     seq: Seq,
     proposal: Proposal,
@@ -111,23 +92,20 @@ class Chain:
 
     drafting: list[Entry]
     chosen: Proposals
-    source: str
     shift: Shift
     tokens: mx.array
     entries: list[Entry] = field(init=False)
-    _samplings: list[Sampling] = field(init=False)
     _drawn: list[mx.array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.entries = self.drafting
-        self._samplings = [sampling_of(e.seq, self.chosen[e.seq]) for e in self.drafting]
 
     def draw(self, logits: mx.array) -> None:
         """Draw the next token of each entry from logits [n, vocab], with the target's noise of its
         position. The last one fills the drafts."""
         rows = []
-        for e, sampling in zip(self.entries, self._samplings, strict=False):
-            rows.append(SampledRow(e, sampling, e.end))
+        for e in self.entries:
+            rows.append(SampledRow(e, sampling_of(e.seq, self.chosen[e.seq]), e.end))
         none = mx.zeros((0,), mx.int32)
         drawn = sample(logits, rows, none, self.shift).tokens
         self._drawn.append(drawn)
@@ -143,8 +121,8 @@ class Chain:
         for i, e in enumerate(self.drafting):
             parts = [drawn[i : i + 1] for drawn in self._drawn[: e.depth]]
             tokens = mx.concatenate(parts)
-            keys = self.chosen[e.seq].rate_keys
-            e.draft = Draft(tokens, self.source, keys)
+            chosen = self.chosen[e.seq]
+            e.draft = Draft(tokens, chosen.source, chosen.rate_keys)
 
 
 def _next(e: Entry) -> Entry:

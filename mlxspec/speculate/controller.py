@@ -7,7 +7,7 @@ temperature or a large batch need no rule of their own: they lower a rate or rai
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from operator import mul
@@ -51,9 +51,10 @@ class Proposal:
     tokens: Sequence[int] = ()
     drafter: Any = None
 
-    def expected(self, depth: int) -> float:
-        """Tokens that are accepted of a draft of `depth` tokens."""
-        return float(sum(accumulate(self.rates[:depth], mul)))
+    @property
+    def reached(self) -> list[float]:
+        """For each token the chance that it and those before it are accepted."""
+        return list(accumulate(self.rates, mul))
 
 
 @dataclass(slots=True)
@@ -171,7 +172,11 @@ class Controller:
         plain = self.costs.step(base, context, "overlap")
         if self.padded:  # each further token of the longest draft is a row of every sequence
             curve = curve[: base - 1] + curve[base - 1 :: base]
-        picked = [_best(some, curve, base) for some in options]
+
+        def speed(option: Proposal) -> float:
+            return tokens_per_second(option, curve, base)
+
+        picked = [max(some, key=speed, default=None) for some in options]
         depths = share(picked, curve, plain, self.padded)
         if not any(depths):
             for i, option in enumerate(picked):
@@ -203,30 +208,18 @@ class Controller:
 
 def tokens_per_second(
     option: Proposal,
-    rates: Curve,
     curve: Curve,
     base: int,
 ) -> float:
     """The most expected tokens per second of a step in which one of `base` sequences drafts by
-    `option`, at these acceptance rates."""
+    `option`."""
     best = 0.0
     tokens = float(base)
-    reached = 1.0
-    for depth, (rate, step) in enumerate(zip(rates, curve[base:], strict=False), 1):
-        reached *= rate
+    for depth, (reached, step) in enumerate(zip(option.reached, curve[base:], strict=False), 1):
         tokens += reached
         seconds = step + option.fixed + option.seconds * depth
         best = max(best, tokens / seconds)
     return best
-
-
-def _best(options: Sequence[Proposal], curve: Curve, base: int) -> Proposal | None:
-    """The option that brings the most tokens per second."""
-
-    def speed(option: Proposal) -> float:
-        return tokens_per_second(option, option.rates, curve, base)
-
-    return max(options, key=speed, default=None)
 
 
 def share(
@@ -250,9 +243,7 @@ def share(
             continue
         seconds = max(seconds, option.seconds)
         fixed = max(fixed, option.fixed)
-        reached = 1.0
-        for depth, rate in enumerate(option.rates, 1):
-            reached *= rate
+        for depth, reached in enumerate(option.reached, 1):
             passes = depth if option.seconds or option.fixed else 0
             order = depth if padded else -reached
             positions.append((order, depth, reached, i, passes))
@@ -281,8 +272,8 @@ def share(
 def probe_every(option: Proposal, curve: Curve, plain: float, base: int) -> int:
     """Rounds between two probes of a drafter that does not pay now, so that they take PROBE_SHARE
     of the time; 0 where it could not pay if every token were accepted."""
-    sure = [1.0 for _ in option.rates]
-    if tokens_per_second(option, sure, curve, base) <= base / plain:
+    sure = replace(option, rates=[1.0 for _ in option.rates])
+    if tokens_per_second(sure, curve, base) <= base / plain:
         return 0
     extra = curve[base] + option.fixed + option.seconds - plain
     every = math.ceil(extra / plain / PROBE_SHARE)

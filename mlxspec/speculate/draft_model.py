@@ -13,24 +13,15 @@ from mlx.core import array as Array
 from mlx.nn import Module
 
 from mlxspec.model.batch import Shift, build_inputs, starts_of
-from mlxspec.model.layout import LayoutChoice, context_of, find_layout
+from mlxspec.model.layout import LayoutChoice, find_layout
 from mlxspec.model.runner import Runner, flat_caches
 from mlxspec.speculate.chain import MAX_DEPTH, Chain
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows, unchanged
-from mlxspec.types import UNLIMITED, Json, Plan, Seq, UnsupportedModel, UserError
+from mlxspec.types import UNLIMITED, Plan, Seq, UnsupportedModel, UserError
 
 
-@dataclass(frozen=True, slots=True)
-class SmallModel:
-    """A draft model that is loaded and runs in the rows layout; `context` in tokens."""
-
-    model: Module
-    fit: LayoutChoice
-    context: int
-
-
-def fit_small(path: Path, model: Module, config: Json, target: LayoutChoice) -> SmallModel:
-    """The loaded model of `path` with its layout. Raises UnsupportedModel where it cannot draft, or
+def fit_small(path: Path, model: Module, target: LayoutChoice) -> LayoutChoice:
+    """How the loaded model of `path` runs. Raises UnsupportedModel where it cannot draft, or
     where `target` cannot roll drafts back."""
     if not target.can_draft:
         raise UnsupportedModel(
@@ -38,10 +29,9 @@ def fit_small(path: Path, model: Module, config: Json, target: LayoutChoice) -> 
             " model; leave --draft out"
         )
     try:
-        fit = find_layout(model, "rows")
+        return find_layout(model, "rows")
     except UserError as error:
         raise UnsupportedModel(f"{path} cannot draft: {error}; give another --draft") from error
-    return SmallModel(model, fit, context_of(config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Rule: to add a token and to find the longest earlier match take constant time. A
 that the host has read.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice, takewhile
@@ -36,44 +37,35 @@ Matches = list[tuple[int, int]]  # (matching tokens, position of the last of the
 
 @dataclass(slots=True)
 class Index:
-    """A growing text of token ids, of which the first `indexed` tokens can be found: the last place
-    of each n-gram, and for each place the one before it with the same n-gram, by size."""
+    """A growing text of token ids, of which the first `indexed` tokens can be found, by the places
+    where each n-gram ends."""
 
     tokens: list[int] = field(default_factory=list)
-    _last: dict[int, int] = field(default_factory=dict)
-    _before: dict[int, list[int]] = field(default_factory=lambda: {LONG: [], SHORT: []})
-
-    @property
-    def indexed(self) -> int:
-        return len(self._before[LONG])
+    indexed: int = 0
+    _ends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def index(self, most: int) -> int:
         """Index up to `most` further tokens. Returns how many were."""
         first = self.indexed
-        stop = min(len(self.tokens), first + most)
-        for size, before in self._before.items():
-            for end in range(first, stop):
+        self.indexed = min(len(self.tokens), first + most)
+        for size in (LONG, SHORT):
+            for end in range(first, self.indexed):
                 start = max(0, end + 1 - size)
                 key = hash((size, *self.tokens[start : end + 1]))
-                before.append(self._last.get(key, -1))
-                self._last[key] = end
-        return stop - first
+                self._ends[key].append(end)
+        return self.indexed - first
 
     def find(self, context: Sequence[int]) -> Matches:
         """Earlier texts that end as `context` does and go on, the longest first, then the latest.
         At least SHORT tokens match."""
-        for size, before in self._before.items():
+        for size in (LONG, SHORT):
             found = []
             key = hash((size, *context[-size:]))
-            end = self._last.get(key, -1)
-            for _ in range(MAX_CANDIDATES):
-                if end < 0:
-                    break
+            for end in self._ends.get(key, [])[-MAX_CANDIDATES:]:
                 length = self._common(context, end)
                 following = self.tokens[end + 1 : end + 2]
                 if length >= size and following not in ([], [SEPARATOR]):
                     found.append((length, end))
-                end = before[end]
             if found:
                 return sorted(found, reverse=True)
         return []
@@ -143,9 +135,8 @@ class Lookup:
         if found:
             self._cursor = found[0][1] + 1
             return self._index.copy("lookup", *found[0], most)
-        if self._misses >= MAX_MISSES or self._cursor >= len(tokens):
-            return None
-        if tokens[self._cursor] == SEPARATOR:
+        following = tokens[self._cursor : self._cursor + 1]
+        if self._misses >= MAX_MISSES or following in ([], [SEPARATOR]):
             return None
         return self._index.copy("resume", 0, self._cursor - 1, most)
 
@@ -171,11 +162,9 @@ class Corpus:
     ) -> None:
         """Keep an output, with the end of its prompt as the `context` that it followed."""
         half = self.capacity // 2
-        new = [*context, *output, SEPARATOR]
-        if len(new) > half:
-            new = [*output[1 - half :], SEPARATOR]
+        new = [*context, *output, SEPARATOR][-half:]
         text = self._index.tokens
-        if text and len(text) + len(new) > self.capacity:
+        if len(text) + len(new) > self.capacity:
             text = text[-half:]
             first_end = text.index(SEPARATOR)  # the first may have lost its beginning
             self._index = Index(text[first_end + 1 :])

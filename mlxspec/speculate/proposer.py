@@ -137,7 +137,7 @@ class Proposer:
                 if not self.tries_likeliest:
                     models = models[:1]
                 if models:
-                    best = max(models, key=lambda each: each.expected(self.depth))
+                    best = max(models, key=lambda each: sum(each.reached[: self.depth]))
                     yield seq, min(self.depth, len(best.rates)), best
             return
         context = sum(seq.known for seq in seqs)

@@ -83,7 +83,6 @@ class Detokenizer:
         if self.stopped is None:
             text += self._show(len(self._pending))
             self.released += self._starts
-            self._starts.clear()
         return text
 
     def _take(self, text: str) -> str:
@@ -99,10 +98,7 @@ class Detokenizer:
             return self._show(len(self._pending) - held_back(self._pending, self.stop))
         _, at, self.stopped = min(found)  # the first to be complete
         self.ended = True
-        shown = self._show(at)
-        self._pending = ""
-        self._starts.clear()
-        return shown
+        return self._show(at)
 
     def _show(self, n: int) -> str:
         text, self._pending = self._pending[:n], self._pending[n:]

@@ -76,27 +76,15 @@ class History:
         an answer is encoded with the end token in front: some tokenizers encode the beginning of a
         text differently."""
         ids: list[int] = []
-        at = 0
-        for turn in self._found(text):
-            if turn.start >= at:
-                ids += encode(text[at : turn.start])
-                ids += turn.ids
-                at = turn.end
-        return ids + encode(text[at:])
-
-    def _found(self, text: str) -> list[Turn]:
-        """The answers in the text, first to last."""
-        found = []
         hashed = blake2b(digest_size=16)
-        at = 0
-        stops = {turn.stop for turn in self._turns.values()}
-        for stop in sorted(stops):
-            if stop > len(text):
-                break
+        at, encoded = 0, 0
+        for stop in sorted({turn.stop for turn in self._turns.values()}):
             hashed.update(text[at:stop].encode())
-            at = stop
-            key = hashed.digest()
-            if turn := self._turns.get(key):
+            at, key = stop, hashed.digest()
+            turn = self._turns.get(key)
+            if turn and turn.start >= encoded:
                 self._turns.move_to_end(key)
-                found.append(turn)
-        return found
+                ids += encode(text[encoded : turn.start])
+                ids += turn.ids
+                encoded = turn.end
+        return ids + encode(text[encoded:])

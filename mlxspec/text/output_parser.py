@@ -2,7 +2,7 @@
 
 Works on a stream: the parts say the same however the text is cut into pieces. What looks like a
 call but cannot be read is content, and the log says why; a call whose arguments have begun stays
-one. Markers are mlx-lm's.
+one. Markers are mlx-lm's, and the white space around them goes with them.
 """
 
 import re
@@ -62,51 +62,6 @@ class Part:
     ends: bool = False
 
 
-class PartBuffer:
-    """Parts until they are taken, without the white space at the ends of reasoning and around
-    calls."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._made: list[Part] = []
-        self._kind = kind
-        # White space after the last text, not shown yet. None: the part has no text yet.
-        self._space = "" if kind == "content" else None
-        self.has_content = False
-        self.after_call = False
-
-    def add_text(self, kind: Kind, text: str) -> None:
-        if kind != self._kind:
-            self._kind, self._space = kind, None
-        if self._space is None:
-            text = text.lstrip()
-            if not text:
-                return
-        text = (self._space or "") + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if not shown:
-            return
-        self.after_call = False
-        if kind == "content":
-            self.has_content = True
-        self._made.append(Part(kind, shown))
-
-    def add_call(self, call: Call, text: str, opens: bool = False, ends: bool = False) -> None:
-        """Add some more of a call's arguments."""
-        call.arguments += text
-        self._made.append(Part("call", text, call, opens, ends))
-        self._kind, self._space, self.after_call = "content", None, True
-
-    def add_last_space(self) -> None:
-        """An answer without calls keeps the white space at its end."""
-        if self._kind == "content" and self._space:
-            self._made.append(Part("content", self._space))
-
-    def take(self) -> list[Part]:
-        made, self._made = self._made, []
-        return made
-
-
 @dataclass
 class OutputParser:
     """The parser of one answer. Without `tools`, what looks like a call is content. `thinking`: the
@@ -124,9 +79,11 @@ class OutputParser:
         self._edges = transitions(tokenizer, calls, self.constrained)
         self._patterns = {}
         for state, edges in self._edges.items():
-            self._patterns[state] = re.compile(any_of(edges, END) + END)
+            marker = rf"(?<!\s)\s*+(?:{any_of(edges, END)}{END})\s*+"
+            self._patterns[state] = re.compile(marker)
         self._untagged = calls and not self.constrained
-        self._tail = ""  # of the text: it may begin a marker
+        # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
+        self._tail = str(tokenizer.think_start) if self.thinking else ""
         self._schemas = {}  # of parameters, by tool and name
         for tool in self.tools:
             found = (tool["function"].get("parameters") or {}).get("properties")
@@ -135,27 +92,32 @@ class OutputParser:
         self._reader: Arguments | None = None  # of the last call, while its arguments come
         self._sent = False  # a call since the last marker
         self.calls: list[Call] = []
-        first = tokenizer.response_initial_state or (REASONING if self.thinking else NORMAL)
-        self._parts = PartBuffer("reasoning" if first == REASONING else "content")
-        self._enter(first)
+        self._made: list[Part] = []  # until they are taken
+        self._last: Kind | None = None  # of all parts
+        self._enter(tokenizer.response_initial_state or NORMAL)
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain after this text."""
-        if not any(self._edges.values()):
-            return [Part("content", text)] if text else []
-        text, at = self._tail + text, 0
-        while found := self._patterns[self._state].search(text, at):
-            self._add(text[at : found.start()])
-            at, self._tail = found.end(), found[0]
-            if self._tail not in self._edges[self._state]:  # it may become one
+        if text.isspace():
+            self._tail += text
+            return []
+        text = self._tail + text
+        while found := self._patterns[self._state].search(text):
+            self._add(text[: found.start()])
+            self._tail, text = found[0], text[found.end() :]
+            if not text:  # it may go on
                 break
             self._on_marker(self._tail)
-        return self._parts.take()
+        return self._take()
 
     def finish(self, cut: bool = False) -> list[Part]:
         """The parts that were held back; call it once, after the last text. `cut`: the model would
         have gone on."""
-        self._add(self._tail)
+        made = self.feed("")
+        if self._tail.strip() in self._edges[self._state]:
+            self._on_marker(self._tail)
+        elif self._reader or self._tail.strip() or not (self.calls or self._last == "reasoning"):
+            self._add(self._tail)
         if self._reader and not cut:
             self._stream(self._reader.end)
         if self._state in CALL_STATES and not self._reader:
@@ -165,14 +127,16 @@ class OutputParser:
             else:
                 self._end_call()
         self._end_untagged()
-        if not self.calls:
-            self._parts.add_last_space()
-        return self._parts.take()
+        return made + self._take()
+
+    def _take(self) -> list[Part]:
+        made, self._made = self._made, []
+        return made
 
     def _enter(self, state: str, marker: str = "") -> None:
         self._state, self._held = state, marker if state in CALL_STATES else ""
         self._reader, self._sent = None, False
-        if state == NORMAL and (not self._untagged or self._parts.has_content):
+        if state == NORMAL and (not self._untagged or self._last == "content"):
             self._state = CONTENT
 
     def _add(self, text: str) -> None:
@@ -186,29 +150,35 @@ class OutputParser:
                 self._end_untagged()
 
     def _say(self, text: str) -> None:
-        kind: Kind = "reasoning" if self._state in REASONING_STATES else "content"
-        self._parts.add_text(kind, text)
+        if text:
+            self._emit(Part("reasoning" if self._state in REASONING_STATES else "content", text))
 
-    def _on_marker(self, marker: str) -> None:
+    def _emit(self, part: Part) -> None:
+        self._made.append(part)
+        self._last = part.kind
+
+    def _on_marker(self, found: str) -> None:
+        """`found` has white space around the marker."""
+        marker = found.strip()
         before, after = self._state, self._edges[self._state][marker]
         content = before in CONTENT_STATES
-        said = self._parts.has_content or self.calls
+        said = self._last in ("content", "call")
         if before in CALL_STATES or self._reader:
             if self._reader:
-                self._stream(marker)
+                self._stream(found)
                 if self._reader:  # a part of the arguments
                     return
             end = marker in (self.tokenizer.tool_call_end, FUNCTION_END) and not self._sent
-            self._end_call(marker if end else "")
-            self._enter(after, marker)
+            self._end_call(found if end else "")
+            self._enter(after, found)
         elif content and after == NORMAL:  # a marker that leads nowhere
-            if marker == self.tokenizer.tool_call_end and not self._parts.after_call:
-                self._add(marker)
+            if marker == self.tokenizer.tool_call_end and self._last != "call":
+                self._add(found)
         elif content and after == REASONING and (said or self._held.strip()):
-            self._add(marker)  # nothing in the answer itself opens the reasoning any more
+            self._add(found)  # nothing in the answer itself opens the reasoning any more
         else:
             self._end_untagged()
-            self._enter(after, marker)
+            self._enter(after, found)
 
     def _stream(self, text: str) -> None:
         """Add text of calls, and the arguments that it makes certain."""
@@ -226,13 +196,18 @@ class OutputParser:
             reader = self._reader
             made, self._held = reader.feed(self._held), ""
             if made or reader.ended:
-                self._parts.add_call(self.calls[-1], made, ends=reader.ended)
+                self._add_to_call(made, ends=reader.ended)
             if reader.ended:
                 self._reader, self._held = None, reader.rest
 
     def _open_call(self, name: str) -> None:
         self.calls.append(Call(self.new_id(), name, ""))
-        self._parts.add_call(self.calls[-1], "", opens=True)
+        self._add_to_call("", opens=True)
+
+    def _add_to_call(self, arguments: str, opens: bool = False, ends: bool = False) -> None:
+        call = self.calls[-1]
+        call.arguments += arguments
+        self._emit(Part("call", arguments, call, opens, ends))
 
     def _end_call(self, end: str = "") -> None:
         """Add the calls of the held text. What cannot be read is text, with its marker `end`."""
@@ -240,7 +215,7 @@ class OutputParser:
             self._held = re.sub(rf"\A{SKIPPED}", "", self._held)
         if not self._held:
             return
-        text = self._held.removeprefix(self.tokenizer.tool_call_start)
+        text = self._held.strip().removeprefix(self.tokenizer.tool_call_start)
         try:
             calls = read_calls(text, self.tokenizer, self.tools)
         except Exception as error:  # a parser raises whatever its author chose
@@ -249,7 +224,7 @@ class OutputParser:
             return
         for name, arguments in calls:
             self._open_call(name)
-            self._parts.add_call(self.calls[-1], arguments, ends=True)
+            self._add_to_call(arguments, ends=True)
 
     def _start(self) -> str:
         """The held text from where it may begin a call."""

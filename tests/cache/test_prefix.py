@@ -92,7 +92,7 @@ def test_a_match_needs_the_window_before_it() -> None:
     assert hit.tables[1][:9] == [NULL_BLOCK] * 9 and NULL_BLOCK not in hit.tables[1][9:]
     (w,) = g.windows
     lost = hit.tables[1][10]
-    w.pool.low_priority.clear()  # any block may go; the one in the middle of the last window does
+    # Any block may go; the one in the middle of the last window does.
     w.pool.idle.move_to_end(lost, last=False)
     w.pool.free_blocks.move_to_end(lost, last=False)
     for block in [b for b in w.pool.free_blocks if b not in w.pool.parents]:

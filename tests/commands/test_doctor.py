@@ -133,18 +133,6 @@ def test_a_model_too_large_for_memory(model: Path, monkeypatch: pytest.MonkeyPat
     assert code == 1 and "give a smaller model" in broken
 
 
-@pytest.mark.parametrize(
-    ("version", "arch", "code"),
-    [("13.6.1", "arm64", 1), ("14.0", "arm64", 0), ("26.1", "arm64", 0), ("26.1", "x86_64", 1)],
-)
-def test_the_system(
-    version: str, arch: str, code: int, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlxspec.commands.doctor.platform.mac_ver", lambda: (version, (), ""))
-    monkeypatch.setattr("mlxspec.commands.doctor.platform.machine", lambda: arch)
-    assert report(str(model))[0] == code
-
-
 def test_a_system_that_mlx_fails_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise UserError("update to 26.2")

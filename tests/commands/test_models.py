@@ -160,9 +160,9 @@ def test_whether_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(models, "damage", lambda path: [])
     for size, settings, fits in (
         (8 << 30, {}, "yes"),
-        (14 << 30, {}, "no"),  # 1 GiB of K/V for 8,192 tokens, twice; and headroom
+        (15 << 30, {}, "yes"),
+        ((15 << 30) + (1 << 20), {}, "no"),  # the headroom is 1 GiB
         (8 << 30, {"memory_gb": 8.0}, "no"),
-        (14 << 30, {"context": 512}, "yes"),
         (1 << 42, {}, "no"),
     ):
         os.truncate(path / "model.safetensors", size)

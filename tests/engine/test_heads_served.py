@@ -73,7 +73,7 @@ def test_several_models_have_heads_of_their_own(tmp_path: Path) -> None:
     starts: dict[str, Callable[[], Any]] = {"mtp": partial(pair, tmp_path), "eagle3": other}
     unknown = ModelInfo("", 0, 0, "", 0, 0, 0, created=1_700_000_000)
     slots = [ModelSlot(start, replace(unknown, name=name)) for name, start in starts.items()]
-    manager = ModelManager(slots, lambda name, held, freed: "full" if held - freed else "")
+    manager = ModelManager(slots, lambda slot, staying: "full" if staying else "")
     manager.launch()
     expected = {"mtp": GREEDY, "eagle3": kinds.reference("eagle3")["greedy"]}
     prompts = {"mtp": PROMPTS, "eagle3": kinds.reference("eagle3")["prompts"]}

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from mlxspec.config import Config
 from mlxspec.engine import memory
+from mlxspec.engine.drafting import Drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.model import meter
+from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.model.runner import Runner
 from mlxspec.types import MAX_DEPTH, OutOfMemory, Request, Sampling
 from tests import tiny
@@ -139,21 +141,20 @@ def test_the_wired_limit_is_set_in_one_place() -> None:
 
 
 def plan(
-    caches: list[Any],
+    cache: Any,
     free: int,
     context: int = 8192,
     weights: int = 0,
-    share: float = 1.0,
     **settings: Any,
 ) -> MemoryPlan:
     """A plan for `free` bytes beside headroom."""
     config = Config(cache_gb=0, **settings)
-    return make_plan(config, context, weights, caches, free + memory.headroom(), share)
+    return make_plan(config, context, weights, cache, free + memory.headroom())
 
 
 def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> None:
     def blocks(context: int, token_bytes: int, free: int) -> int:
-        return plan([(token_bytes, (), 0)], free, context).blocks
+        return plan((token_bytes, (), 0), free, context).blocks
 
     assert blocks(8192, 1000, 1 << 40) == memory.CONTEXTS * 256 + 1
     assert blocks(8192, 1000, 64_000_000) == 1000
@@ -162,31 +163,32 @@ def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> N
 
 
 def test_windows_and_states_are_planned() -> None:
-    caches = [(1000, ((512, 5000),), 1 << 20)]
-    rich = plan(caches, 1 << 40, 32768, prefill_budget=2048)
+    cache = (1000, ((512, 5000),), 1 << 20)
+    rich = plan(cache, 1 << 40, 32768, prefill_budget=2048)
     least = 1 + 16 * (19 + 2) + 128  # a window and the rows of two steps each, two chunks for all
     assert (rich.blocks, rich.windows) == (4097, {512: 2 * least})
     assert (rich.sequences, rich.snapshots) == (16, 32)
     assert rich.cache_bytes == 32 * (4097 * 1000 + 2 * least * 5000) + (2 * 16 + 32) * (1 << 20)
-    poor = plan(caches, 80 << 20, 32768, prefill_budget=2048)
+    poor = plan(cache, 80 << 20, 32768, prefill_budget=2048)
     assert 257 <= poor.blocks < 4097 and 150 <= poor.windows[512] < 2 * least
     assert 1 <= poor.sequences < 16
-    whole = plan([(0, ((1 << 20, 10),), 0)], 1 << 40, 1024)
+    whole = plan((0, ((1 << 20, 10),), 0), 1 << 40, 1024)
     assert (whole.blocks, whole.windows) == (memory.CONTEXTS * 32 + 1, {}), (
         "a window beyond the context is full attention"
     )
 
 
 def test_snapshots_keep_their_distance() -> None:
-    assert plan([(0, (), 1 << 20)], 1 << 40).snapshot_stride == 32
-    assert plan([(1 << 20, (), 1)], 1 << 50, 1 << 20).snapshot_stride == 128
+    assert plan((0, (), 1 << 20), 1 << 40).snapshot_stride == 32
+    assert plan((1 << 20, (), 1), 1 << 50, 1 << 20).snapshot_stride == 128
 
 
 def test_a_draft_models_kv_lies_in_the_pool_for_full_attention() -> None:
-    alone, free = (1000, ((512, 5000),), 0), 1 << 40
-    both = plan([alone, (100, ((64, 10),), 0)], free)
-    assert both.windows == plan([alone], free).windows
-    assert both.cache_bytes - plan([alone], free).cache_bytes == 110 * 32 * both.blocks
+    small = CacheBytes(100, ((64, 10),), 0)
+    fit = LayoutChoice("rows", True, False, small, 9)
+    own = CacheBytes(1000, ((512, 5000),), 0)
+    both = Drafting(Path(), object(), fit=fit).beside(own)
+    assert both == own._replace(token=1110)
 
 
 @given(
@@ -202,7 +204,7 @@ def test_a_draft_models_kv_lies_in_the_pool_for_full_attention() -> None:
     max_sequences=st.integers(1, 64),
     chunk=st.integers(1, 4096),
     free=st.integers(0, 64 * GIB),
-    share=st.floats(0.05, 1),
+    models=st.integers(1, 20),
 )
 def test_a_plan_keeps_its_share_and_serves_one_sequence(
     token_bytes: int,
@@ -213,20 +215,20 @@ def test_a_plan_keeps_its_share_and_serves_one_sequence(
     max_sequences: int,
     chunk: int,
     free: int,
-    share: float,
+    models: int,
 ) -> None:
-    caches = [(token_bytes, tuple(windows), state_bytes)]
+    cache = (token_bytes, tuple(windows), state_bytes)
     settings = dict(block_size=block_size, max_sequences=max_sequences, prefill_budget=chunk)
     try:
-        got = plan(caches, free, context, share=share, **settings)
+        got = plan(cache, free, context, others=("m",) * (models - 1), **settings)
     except OutOfMemory as error:
         assert error.need > free
         return
     budget = free * memory.CACHE_SHARE
-    if got.cache_bytes > budget * share:  # one sequence alone takes more than the share
+    if got.cache_bytes > budget / models:  # one sequence alone takes more than the share
         assert got.cache_bytes <= budget
         with pytest.raises(OutOfMemory):
-            plan(caches, int(free * share), context, **settings)
+            plan(cache, free // models, context, **settings)
     for window, _ in windows:
         if window >= context:
             continue
@@ -243,8 +245,8 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
     on_mac(monkeypatch, Libc(MAC))
 
     def cache_bytes(weights: float, token_bytes: int, free: float, **settings: Any) -> int:
-        config, caches = Config(cache_gb=0, **settings), [(token_bytes, (), 0)]
-        return make_plan(config, 32768, int(weights * GIB), caches, int(free * GIB)).cache_bytes
+        config, cache = Config(cache_gb=0, **settings), (token_bytes, (), 0)
+        return make_plan(config, 32768, int(weights * GIB), cache, int(free * GIB)).cache_bytes
 
     assert 0.99 * 1.5 * GIB < cache_bytes(4, 65536, 8) <= 1.5 * GIB
     with pytest.raises(OutOfMemory) as large:

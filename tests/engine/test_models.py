@@ -39,9 +39,9 @@ class Clock:
         return self.now
 
 
-def room(most: int) -> Callable[[str, int, int], str]:
+def room(most: int) -> Callable[[ModelSlot, int], str]:
     """Space for so many models of one byte each."""
-    return lambda name, held, freed: "" if held - freed < most else "there is no space"
+    return lambda slot, staying: "" if staying < most else "there is no space"
 
 
 def load(name: str) -> tuple[Any, ModelInfo]:
@@ -204,12 +204,9 @@ def test_an_out_of_memory_load_that_cannot_be_helped_evicts_nobody(launched: Any
         raise OutOfMemory("it needs 9", need=9)
 
     worker = launched("abc", 3, {"c": short})
-    (member,) = [m for m in worker._manager.slots if m.info.name == "c"]
     guess = worker._manager.memory_check
-    worker._manager.memory_check = lambda name, held, freed: (
-        "there is no space"
-        if name == "c" and member.need > 3 + freed - held
-        else guess(name, held, freed)
+    worker._manager.memory_check = lambda slot, staying: (
+        "there is no space" if slot.need > 3 - staying else guess(slot, staying)
     )
 
     async def main() -> list[Output]:

@@ -74,9 +74,9 @@ def test_the_kernel_matches_its_cases(
     shape = attention.Shape(mx.bfloat16, 4, 2, 32, 64, 16, packings, window, True)
     for case in small(shape, monkeypatch):
         assert case.rows == tuple(range(1, 17)) and set(case.raced) < set(case.rows)
-        less, out = replace(case, rows=(1, 3)), {}
+        less = replace(case, rows=(1, 3))
         with metalsim.patch():
-            assert trial.compare(less, out, math.inf) == [attention.VARIANT], out
+            trial.compare(less, less.variants[attention.VARIANT], math.inf)
         given = case.cut(case.inputs(0), 3)
         stock = case.stock(*given)
         assert stock.shape == (5 if case.name.endswith("ragged") else 3, 4, 64), (

@@ -148,12 +148,11 @@ def test_a_batch_has_the_bits_of_attention_over_sequences(length, dtype, sinks) 
     assert mx.array_equal(paged_attention(a), want.swapaxes(1, 2).flatten(0, 1))
 
 
-def test_of_a_batch_only_q_and_the_result_are_copied_for_attention() -> None:
+def test_nothing_of_a_batch_is_copied_for_attention() -> None:
     a = batch(1, mx.float32, sinks=False)
-    blocks, mask, _ = a.groups[0].select(None, HEADS // KV)  # made once for all layers
+    blocks, mask, _ = a.groups[0].select(None)  # made once for all layers
     mx.eval(a.q, a.keys, a.values, mask, blocks.places(KV, BLOCKS))
     with on_metal() as stand_ins:
         work = work_of([reference.paged_attention(a)], stand_ins)
-    gathered = 2 * KV * 3 * 7 * SIZE * DIM * 4
-    assert work.launches == {"Gather": 2, "Copy": 2, "ScaledDotProductAttention": 1}
-    assert work.written - gathered < gathered / 4
+    assert work.launches == {"Gather": 2, "ScaledDotProductAttention": 1}
+    assert work.written <= 2 * KV * 3 * 7 * SIZE * DIM * 4

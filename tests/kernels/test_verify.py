@@ -270,7 +270,7 @@ def test_a_case_that_fails_itself_is_a_verdict(tmp_path: Path, clock: Time) -> N
     whole = case(clock, plain=(1e-4, same))
     broken = Case("broken 1", (1,), whole.inputs, refuse, refuse, whole.variants, 1.0)
     found = start(tmp_path, broken, whole)
-    assert "cannot be tried" in found["broken 1"].why and found[whole.name].way == "plain"
+    assert "plain: TypeError" in found["broken 1"].why and found[whole.name].way == "plain"
 
 
 def test_a_lack_of_memory_is_not_kept(tmp_path: Path, clock: Time) -> None:

@@ -16,7 +16,7 @@ from tests import tiny
 
 def cases(model: nn.Module, block: int = 8, layout: Layout = "rows", bits: int = 0) -> list[str]:
     runner = Runner(model, layout, block, CASE_BLOCKS, kv_bits=bits)
-    return [case.name for case in kernel_cases(runner)]
+    return list(dict.fromkeys(case.name for case in kernel_cases(runner)))
 
 
 def attention(model: nn.Module, block: int, layout: Layout = "rows", bits: int = 0) -> list[str]:

@@ -82,9 +82,9 @@ def test_other_names_are_refused_with_what_is_accepted(name: str, tmp_path: Path
         (OSError("no route"), "no route.*network"),
         (
             errors.GatedRepoError("x", response=RESPONSE),
-            "accept its terms on the hub, then run `hf auth login`",
+            "accept its terms there and run `hf auth login`",
         ),
-        (errors.RepositoryNotFoundError("x", response=RESPONSE), "the hub has no model owner/repo"),
+        (errors.RepositoryNotFoundError("x", response=RESPONSE), "owner/repo .*Check the name"),
     ],
 )
 def test_hub_errors_say_what_to_do(

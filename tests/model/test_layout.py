@@ -60,7 +60,7 @@ def test_token_bytes_of_quantized_pools(kind: str, dims: list[int]) -> None:
         assert found.cache_bytes.token == sum(d * bits // 8 + d // group * 2 * 2 for d in dims)
         assert found.cache_bytes.token / find_layout(m).cache_bytes.token == bits / 16 + 2 / group
         runner = found.runner(m, 8, 10, kv_bits=bits)
-        assert all(pages.kv_bits == bits for pages in runner.caches)
+        assert all(pages.view.kv_bits == bits for pages in runner.caches)
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:

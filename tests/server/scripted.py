@@ -202,8 +202,9 @@ class Scripted:
         self.drained.append(timeout)
         self.ending = True
 
-    def stop(self) -> None:
+    def stop(self, seconds: float) -> bool:
         self.stopped += 1
+        return True
 
     async def until(self, seen: Callable[[], object]) -> None:
         """Wait for something that a call to this engine makes true."""

@@ -76,7 +76,7 @@ async def test_suffix(make: Callable[..., Server], psm: tuple[Any, Path]) -> Non
     for prompt in ("a", "b"):
         await s.complete(prompt=prompt, suffix="")
         assert asked(s, psm[0]) == prompt and s.engine.submitted[-1].stop_tokens == {END}
-    await s.complete(prompt=["a", "b"], suffix="c", echo=True)
+    await s.complete(prompt=["a", "b"], suffix="c")
     assert asked(s, psm[0]) == "<|fim_prefix|>b<|fim_suffix|>c<|fim_middle|>"
 
 

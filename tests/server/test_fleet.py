@@ -297,8 +297,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         return ModelSlot(start, info)
 
-    def memory_check(name: str, held: int, freed: int) -> str:
-        return "it is too large" if name == "huge" else "full" if held - freed else ""
+    def memory_check(slot: ModelSlot, staying: int) -> str:
+        return "it is too large" if slot.info.name == "huge" else "full" if staying else ""
 
     members = [loads("one", "qwen3"), loads("two", "llama"), loads("huge", "llama")]
     worker = Worker(ModelManager(members, memory_check), max_sequences=8, max_queue=16)

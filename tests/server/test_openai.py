@@ -403,19 +403,6 @@ async def test_many_prompts(make: Callable[..., Server], tokenizer: Any) -> None
     assert s.engine.submitted[-1].prompt == tuple(ids)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_echo(make: Callable[..., Server], tokenizer: Any, stream: bool) -> None:
-    s = make(says=(" world", " and"))
-    answer = await s.complete(
-        prompt=["hello", encode(tokenizer, "you")], n=2, echo=True, stream=stream
-    )
-    expected = ["hello world", "hello and", "you world", "you and"]
-    if stream:
-        assert [said(answer, i) for i in range(4)] == expected
-    else:
-        assert [c["text"] for c in answer.json["choices"]] == expected
-
-
 async def test_log_probabilities_of_completions(make: Callable[..., Server]) -> None:
     s = make(says=(" world é",))
     found = (await s.complete(logprobs=1)).json["choices"][0]["logprobs"]
@@ -497,7 +484,7 @@ async def test_a_prompt_that_does_not_fit(make: Callable[..., Server]) -> None:
         ({"prompt": ["a"] * 33}, "prompt"),
         ({"prompt": ["a"] * 11, "n": 8}, "n"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True}, "echo"),
         ({"logprobs": 21}, "logprobs"),
     ],
 )

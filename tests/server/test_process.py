@@ -32,7 +32,10 @@ from tests.tiny_tokenizer import save_tokenizer
 
 @pytest.fixture
 def make(tokenizer: Any, model_dir: Path) -> Callable[..., Server]:
-    return lambda **kw: server(tokenizer, model_dir, Config(port=0), **kw)
+    def made(drain_s: float = 30.0, **kw: Any) -> Server:
+        return server(tokenizer, model_dir, Config(port=0, drain_s=drain_s), **kw)
+
+    return made
 
 
 class Caller:
@@ -57,11 +60,11 @@ class Caller:
         assert not self.thread.is_alive() and self.errors == []
 
 
-def serve(app: Any, engine: Any, config: Config, caller: Caller) -> int:
+def serve(app: Any, caller: Caller) -> int:
     """Until it ends; `caller` gets the greeting."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, bind(Config(port=0)) as listener:
         patch.setattr(process, "announce", caller)
-        return process.serve(app, engine, config)
+        return process.serve(app, listener)
 
 
 def stop_me(number: int = signal.SIGTERM) -> None:
@@ -81,14 +84,14 @@ def read(url: str) -> Any:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_with_0(make: Callable[..., Server], number: int) -> None:
-    s = make()
+    s = make(drain_s=7)
 
     def call(url: str) -> None:
         assert post(url)["choices"][0]["message"]["content"] == "hello world"
         stop_me(number)
 
     caller = Caller(call)
-    assert serve(s.app, s.engine, Config(port=0, drain_s=7), caller) == 0
+    assert serve(s.app, caller) == 0
     caller.check()
     assert s.engine.drained == [7] and s.engine.stopped == 1
 
@@ -129,7 +132,7 @@ def test_running_answers_end_first(
         first.join(10)
 
     caller = Caller(call)
-    assert serve(s.app, s.engine, Config(port=0), caller) == 0
+    assert serve(s.app, caller) == 0
     caller.check()
     assert [a["choices"][0]["message"]["content"] for a in answered] == ["hello"]
 
@@ -137,7 +140,7 @@ def test_running_answers_end_first(
 def test_a_second_signal_ends_it_at_once(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    s = make(holds=True)
+    s = make(holds=True, drain_s=3600)
 
     async def drain(timeout: float) -> None:
         stop_me()
@@ -155,7 +158,7 @@ def test_a_second_signal_ends_it_at_once(
                 r.read()
 
     caller = Caller(call)
-    assert serve(s.app, s.engine, Config(port=0, drain_s=3600), caller) == 0
+    assert serve(s.app, caller) == 0
     caller.check()
     assert "Exception in ASGI application" not in caplog.text
 
@@ -164,7 +167,7 @@ def test_a_second_signal_ends_it_at_once(
 def test_a_dead_engine_ends_it_with_1(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, while_draining: bool
 ) -> None:
-    s = make()
+    s = make(drain_s=3600)
 
     async def drain(timeout: float) -> None:
         s.engine.lives = False
@@ -179,7 +182,7 @@ def test_a_dead_engine_ends_it_with_1(
             s.engine.lives = False
 
     caller = Caller(call)
-    assert serve(s.app, s.engine, Config(port=0, drain_s=3600), caller) == 1
+    assert serve(s.app, caller) == 1
     caller.check()
 
 
@@ -188,16 +191,12 @@ def test_a_thread_that_does_not_end_is_left_behind(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, loads: str, status: int
 ) -> None:
     """Without complaint where it loads: that may take minutes, and nothing is wrong with it."""
-    s, ended, forever = make(loads=loads), list[int](), threading.Event()
+    s = make(loads=loads)
     monkeypatch.setattr(process, "STOP_S", 0.01)
-    monkeypatch.setattr(process.os, "_exit", ended.append)
-    monkeypatch.setattr(process.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(s.engine, "stop", forever.wait)
+    monkeypatch.setattr(s.engine, "stop", threading.Event().wait)
     caller = Caller(lambda url: stop_me())
-    serve(s.app, s.engine, Config(port=0), caller)
+    assert serve(s.app, caller) == status
     caller.check()
-    forever.set()
-    assert ended == [status]
 
 
 def test_a_taken_port_is_named() -> None:
@@ -253,7 +252,7 @@ def test_the_curl_line_works(make: Callable[..., Server]) -> None:
         stop_me()
 
     caller = Caller(call)
-    serve(s.app, s.engine, Config(port=0), caller)
+    serve(s.app, caller)
     caller.check()
     assert answers[0]["choices"][0]["message"]["content"] == "hello world"
 
@@ -343,6 +342,10 @@ from mlxspec.kernels.verify import KERNELS
 trying = threading.Event()
 
 def load(*_):
+    if sys.argv[2] == "on demand" and threading.current_thread() is threading.main_thread():
+        threading.Thread(target=load, daemon=True).start()
+        trying.wait()  # else the process may end while the word is written
+        return app
     marker = Path(sys.argv[1], "a.trying")
     KERNELS.deadline, KERNELS.forget = 1e18, marker.unlink
     marker.touch()
@@ -353,14 +356,11 @@ def load(*_):
 async def ended(*args):
     return 0
 
+engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")
+state = types.SimpleNamespace(worker=engine)
+app = types.SimpleNamespace(state=types.SimpleNamespace(server=state))
 run._load, run._serve = load, ended
-if sys.argv[2] == "start":
-    run.serve_model(Config(port=0))
-engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")  # on demand
-threading.Thread(target=lambda: load(None), daemon=True).start()
-trying.wait()  # else the process may end while the word is written
-app = types.SimpleNamespace(state=types.SimpleNamespace(server=types.SimpleNamespace(text_jobs=())))
-run.serve(app, engine, Config(port=0))
+run.serve_model(Config(port=0))
 """
 
 

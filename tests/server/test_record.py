@@ -74,8 +74,8 @@ def start(model: Path, tmp_path: Path, bare_settings: None) -> Iterator[Callable
 
     def start(**change: Any) -> Any:
         config = Config(model=str(model), kv_blocks=256, cache_dir=str(tmp_path), **change)
-        app, worker = process._load(config)
-        workers.append(worker)
+        app = process._load(config)
+        workers.append(app.state.server.worker)
         return app
 
     yield start

@@ -228,7 +228,6 @@ TELLING: dict[str, Any] = {
     "parallel_tool_calls": False,  # beside tools, for an answer of two calls
     "response_format": {"type": "json_object"},
     "grammar": 'start: "x"',
-    "echo": True,
     "suffix": "x",  # which the tokenizer here cannot take
 }
 # Used by some templates and models, not by this one, or with a prompt that takes long.

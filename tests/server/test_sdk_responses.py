@@ -173,7 +173,7 @@ def test_going_on_from_what_is_kept(client: OpenAI, s: Server, agent: tuple[Any,
     said = (*one, *encode(agent[0], "hello world", special=False), END)
     assert other[: len(said)] == said and "and on" in agent[0].decode(other[len(said) :])
     assert client.responses.retrieve(second.id) == strictly(second)
-    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))  # of two pages
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
     assert [item.type for item in items] == ["message"] * 3 and len(
         {item.id for item in items}
     ) == 3

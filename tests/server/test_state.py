@@ -82,7 +82,7 @@ async def test_cancelled_text_work_is_freed(state: ServerState) -> None:
         await asyncio.wait((gone,))
         del body, gone
     await asyncio.sleep(0.05)
-    assert len(state.text_jobs) == 1 and not bodies
+    assert state.text_jobs == 1 and not bodies
     gate.set()
     assert await held
 
@@ -98,7 +98,7 @@ async def test_text_work_fails_when_the_engine_stops(
     for job in waiting:
         with pytest.raises(Dead):
             await asyncio.wait_for(job, 2)
-    assert len(state.text_jobs) == 1
+    assert state.text_jobs == 0
     gate.set()
 
 

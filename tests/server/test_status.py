@@ -141,7 +141,7 @@ ROW = {
     "state": "waiting",
 }
 STATES: dict[str, tuple[Stats | None, Change]] = {
-    "busy": (None, lambda made: made.app.state.server.journal.live.update(a=lambda: ROW)),
+    "busy": (None, lambda made: made.app.state.server.live.update(a=lambda: ROW)),
     "idle": (Stats(), lambda made: None),
     "short of memory": (Stats(memory_pressure=1), lambda made: None),
     "asleep": (Stats(), lambda made: setattr(made.engine, "sleeps", True)),
@@ -168,12 +168,12 @@ def test_the_states(state: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_speed_and_acceptance(at: At) -> None:
     with at() as (url, made):
-        journal = made.app.state.server.journal
-        journal.end(ROW | {"id": "old", "outcome": "stop", "rate": 9.0})
+        state = made.app.state.server
+        state.finished.append(ROW | {"id": "old", "outcome": "stop", "rate": 9.0})
         now = status.get_status(url)
         assert (now.speed, now.tokens_per_round, now.accepted) == (9.0, 3.0, 0.75)
         for name, rate in (("a", 15.0), ("b", 20.0)):
-            journal.live[name] = lambda name=name, rate=rate: ROW | {"id": name, "rate": rate}
+            state.live[name] = lambda name=name, rate=rate: ROW | {"id": name, "rate": rate}
         assert status.get_status(url).speed == 35.0
         assert json.loads(run("status", "--url", url, "--json").output)["speed"] == 35.0
 

@@ -21,7 +21,6 @@ case "$1" in
   bootstrap) [ -s linger ] || [ -e $loaded ] || [ -e disabled ] || [ ! -e "$3" ] && exit 5
          touch $loaded;;
   bootout) [ -e $loaded ] || exit 3; rm $loaded;;
-  kickstart) [ -e $loaded ] || exit 113;;
 esac
 exit 0
 """

@@ -202,10 +202,10 @@ def test_a_whole_life(tool: fake.Launchctl) -> None:
     launchd.stop()
     assert not tool.loaded and tool.calls() == ["bootout"]
     launchd.start()
-    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap", "kickstart"]
+    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap"]
     assert not crashes.files()[0].exists()
     launchd.restart()
-    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap", "kickstart"]
+    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap"]
 
     launchd.log_file().write_text("a log")
     (tool.root / "loaded.menubar").touch()
@@ -253,39 +253,20 @@ def test_a_file_in_the_way_is_named(tool: fake.Launchctl, tmp_path: Path) -> Non
         launchd.install(agent())
 
 
-@pytest.mark.parametrize("said", ["", "can't open file: Operation not permitted"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_service_that_does_not_start_is_undone(
-    again: bool, said: str, tool: fake.Launchctl, monkeypatch: pytest.MonkeyPatch
+    again: bool, tool: fake.Launchctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launchd, "START_S", 0.05)
     before = agent()
     if again:
         launchd.install(before)
-        launchd.log_file().write_text("of an earlier start\n")
     (tool.root / "stuck").touch()
-
-    def poll(seconds: float) -> None:
-        if said and said not in launchd.log_file().read_text():
-            with launchd.log_file().open("a") as log:
-                log.write(said)
-
-    monkeypatch.setattr(launchd.time, "sleep", poll)
-    with pytest.raises(UserError, match="did not start") as caught:
+    with pytest.raises(UserError, match=r"did not start.* mlxspec service logs"):
         launchd.install(agent())
-    assert str(caught.value).endswith(f"It said: {said or 'nothing'}")
-    assert sys.executable in str(caught.value)
     assert tool.loaded == launchd.agent_file().exists() == again
     if again:
         assert plistlib.loads(launchd.agent_file().read_bytes()) == before
-
-
-@pytest.mark.parametrize("folder", ["~/Documents", "~/Desktop/a/b", "/Volumes/disk"])
-def test_a_program_that_launchd_may_not_read_is_refused(folder: str, tool: fake.Launchctl) -> None:
-    kept = os.path.expanduser(folder)
-    with pytest.raises(ConfigError, match=r"^macOS keeps .* move mlxspec"):
-        launchd.install(agent() | {"WorkingDirectory": f"{kept}/mlxspec"})
-    assert tool.calls() == [] and not launchd.agent_file().exists()
 
 
 def test_a_bootstrap_waits_until_the_label_is_gone(tool: fake.Launchctl) -> None:

@@ -176,8 +176,8 @@ UNFIT = {
     "no centroids": (without("masked_embedding.centroids.weight"), KIND, "centroids.weight"),
     "no such token": (unordered, KIND, "token_ordering"),
     "no number of layers": (no_layers, KIND, "num_hidden_layers"),
-    "another hidden size": (narrow, KIND, "hidden size 32 with 320 tokens; this one has 64"),
-    "another vocabulary": (few_tokens, KIND, "with 300 tokens; this one has 64 and 320"),
+    "another hidden size": (narrow, KIND, "post_projection.weight"),
+    "another vocabulary": (few_tokens, KIND, "embed_tokens.weight"),
     "no Gemma 4": (as_it_is, "qwen3", "is for Gemma 4, which this model"),
     "a Gemma 3": (as_it_is, "gemma3_text", "is for Gemma 4, which this model"),
 }

@@ -207,7 +207,7 @@ UNFIT: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "a matrix too many": (adding(**{"extra.weight": (3, 3)}), "extra.weight"),
     "another layer": (adding(**{"layers.7.fc.weight": (3, 3)}), "layers.7.fc.weight"),
     "a strange layer": (adding(**{"layers.x.weight": (3, 3)}), "layers.x.weight"),
-    "half the hidden size": (narrow, "hidden size is 64"),
+    "half the hidden size": (narrow, "fc.weight"),
     "half a matrix": (adding(**{"fc.weight": (64, 64)}), "fc.weight"),
     "a number": (adding(**{"norm.weight": ()}), "norm.weight"),
     "no scales": (lambda t: without("scales")(four_bits(t)), "fc.biases"),

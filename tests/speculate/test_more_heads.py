@@ -349,11 +349,15 @@ UNFIT: dict[str, tuple[str, kinds.Writer, str]] = {
     "eagle3: ids too high": ("eagle3", ids(lambda d: d + 640), "than 640 tokens"),
     "peagle: no mask": ("eagle3", unmasked, "mask_token_id = None, not"),
     "eagle3: ids below zero": ("eagle3", ids(lambda d: d - 640), "than 640 tokens"),
-    "dflash: another model": ("dflash", setting(num_target_layers=8), "8 layers, this one has 7"),
+    "dflash: another model": (
+        "dflash",
+        setting(num_target_layers=8),
+        "num_target_layers = 8, but only 7",
+    ),
     "dflash: sinks": (
         "dflash",
         inner("dflash_config", attention_sink_bias=True),
-        "attention_sink_bias = True, which is not supported",
+        "attention_sink_bias = True, but only False",
     ),
     "dspark: no such mask": ("dspark", inner("dflash_config", mask_token_id=640), "id = 640, not"),
     "dflash: no k_norm": ("dflash", without("k_norm.weight"), "k_norm.weight"),

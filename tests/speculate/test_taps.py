@@ -12,7 +12,7 @@ import pytest
 from mlxspec.model.runner import Runner
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, Accepted, Entry, Request, Seq, Tap, UserError
+from mlxspec.types import FINAL_NORM, Accepted, Entry, Request, Seq, Tap
 from tests import tiny
 from tests.drafters import costs
 from tests.liar import NoisyOracle
@@ -162,12 +162,3 @@ def test_no_cost_where_nobody_asks(kind: str, layout: Any) -> None:
     tapped = graph((0, FINAL_NORM))
     assert tapped == (untapped[0], {0, FINAL_NORM}) and untapped[1] == set()
     assert graph(()) == untapped
-
-
-def test_a_layer_that_is_not_there_is_refused() -> None:
-    runner = Runner(tiny.model("qwen3"), "rows", 8, 8)
-    with pytest.raises(UserError, match="layer 99"):
-        runner.tap([99])
-    runner.trunk = None
-    with pytest.raises(UserError, match="hidden states"):
-        runner.tap([0])

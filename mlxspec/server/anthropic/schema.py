@@ -101,7 +101,7 @@ def _hosted(tool: Any, info: ValidationInfo) -> Any:
 
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str = ""
+    full_name: str = Field(default="", alias="name")
     disable_parallel_tool_use: bool = False
 
 
@@ -151,11 +151,11 @@ class Prompt(Strict):
         return [{"type": "function", "function": tool.function} for tool in tools]
 
     @property
-    def choice(self) -> str | Json:
+    def choice(self) -> str | ToolChoice:
         """The tool choice of a ChatRequest."""
-        kind, name = self.tool_choice.type, self.tool_choice.name
+        kind = self.tool_choice.type
         if kind == "tool":
-            return {"name": name}
+            return self.tool_choice
         return {"any": "required"}.get(kind, kind)
 
 

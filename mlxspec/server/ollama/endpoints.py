@@ -1,7 +1,4 @@
-"""Ollama's API: /api/chat, /api/generate, and what tells of the models.
-
-Rule: what this server does not do (Modelfiles, uploads) is refused with what to do instead.
-"""
+"""Ollama's API: /api/chat, /api/generate, and what tells of the models."""
 
 import secrets
 from datetime import UTC, datetime
@@ -11,8 +8,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import receive
-from mlxspec.server.chat_request import ChatRequest, chat_generation, template_options
-from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
+from mlxspec.server.chat_request import ChatRequest, chat_generation
+from mlxspec.server.errors import HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.ollama.schema import Chat, Generate
 from mlxspec.server.ollama.writer import LineWriter
@@ -20,14 +17,6 @@ from mlxspec.server.openai.endpoints import completion_generation
 from mlxspec.server.state import Model, run_on_text_thread, while_connected
 from mlxspec.server.stream import Piece
 from mlxspec.types import ModelInfo
-
-INSTEAD = {
-    "/api/copy": "copy is not supported; name a model with --name when the server is started",
-    "/api/create": "create is not supported; send system and options with each request",
-    "/api/delete": "delete is not supported; start the server without the model",
-    "/api/pull": "pull is not supported; start the server with the model, which downloads it",
-    "/api/push": "push is not supported; upload the model's directory yourself",
-}
 
 
 async def version(http: HttpRequest) -> Response:
@@ -87,9 +76,8 @@ async def answer(http: HttpRequest) -> ASGIApp:
             "format": body.form,
             "system": body.system,
             "tools": body.tools,
+            "images": body.images,
         }
-        if model.server.config.strict_content == "on":
-            unread["images"] = body.images
         for name, value in unread.items():
             if value:
                 raise invalid(name, f"{name} with raw or suffix: send one of them")
@@ -99,11 +87,10 @@ async def answer(http: HttpRequest) -> ASGIApp:
         return JSONResponse(writer.line(Piece()) | await _load(http, model, keep))
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
-    options = template_options(None, **{variable: body.think})
     asked = ChatRequest(
         body.messages,
         body.tools,
-        options=options,
+        options={variable: body.think},
         source=source,
     )
     return await run_on_text_thread(http, chat_generation, made, asked)
@@ -117,7 +104,3 @@ async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
     work = server.unload(model.name) if unloads else server.worker.load(model.name, pin)
     await while_connected(http, work)
     return {"done": True, "done_reason": "unload" if unloads else "load"}
-
-
-async def refuse(http: HttpRequest) -> Response:
-    raise ApiError(400, INSTEAD[http.url.path])

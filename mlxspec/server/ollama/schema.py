@@ -62,8 +62,6 @@ class Chat(Common):
 class Generate(Chat):
     """The body of /api/generate."""
 
-    echo: ClassVar[bool] = False
-
     prompt: str = ""
     suffix: str = ""
     system: str = ""

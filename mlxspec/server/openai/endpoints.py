@@ -13,7 +13,6 @@ from mlxspec.server.chat_request import (
     chat_generation,
     encode_prompt,
     engine_request,
-    template_options,
 )
 from mlxspec.server.errors import HttpRequest, invalid
 from mlxspec.server.generate import Generation
@@ -35,11 +34,11 @@ KINDS: dict[str, type[Completion]] = {
 async def chat(http: HttpRequest) -> ASGIApp:
     body, model = await receive(http, Chat)
     effort = body.reasoning_effort or body.reasoning.effort
-    options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
+    options = {"reasoning_effort": effort, **body.chat_template_kwargs}
     asked = ChatRequest(
         body.messages,
         body.tools,
-        body.choice,
+        body.tool_choice,
         options=options,
         budget=body.reasoning.max_tokens,
     )
@@ -52,8 +51,6 @@ async def chat(http: HttpRequest) -> ASGIApp:
 async def completions(http: HttpRequest) -> ASGIApp:
     kind = KINDS.get(http.scope["path"].removeprefix("/v1"), Completion)
     body, model = await receive(http, kind)
-    if body.echo and body.logprobs is not None:
-        raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     writer = CompletionWriter(model, body, kind is Fill, f"cmpl-{secrets.token_hex(12)}")
     made = Generation(model, body, writer)
     return await run_on_text_thread(http, completion_generation, made)
@@ -62,8 +59,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
 def completion_generation(generation: Generation) -> Generation:
     """The response, ready to answer; on the text thread. Raises RejectedRequest and ApiError."""
     model, body = generation.model, generation.body
-    writer: Any = generation.writer
-    name = writer.id
+    id = name = generation.writer.id
     for prompt in listed(body.prompt):
         text, ends = prompt, frozenset[int]()
         if body.suffix or isinstance(body, Fill):
@@ -72,13 +68,10 @@ def completion_generation(generation: Generation) -> Generation:
         request = engine_request(model, body, name, ids, "prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
         generation.requests.append(request)
-        name = f"{writer.id}-{len(generation.requests)}"
+        name = f"{id}-{len(generation.requests)}"
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
             generation.choices.append(Choice(len(generation.choices), request, reader))
-            if body.echo:
-                text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-                writer.echoes.append(text)
     return generation
 
 

@@ -5,7 +5,7 @@ Rule: where the body says nothing, a sampling setting is None and the model's ow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, TypeAdapter, model_validator
 
 from mlxspec.server.body import (
     FIRST,
@@ -56,6 +56,7 @@ UNSUPPORTED: Json = {
     "typical_p": 1,
     "use_beam_search": False,
     "best_of": 1,
+    "echo": False,
     "modalities": ["text"],
     "include_stop_str_in_output": False,
 }
@@ -159,10 +160,6 @@ class Common(Strict):
         return None
 
 
-class Function(Strict):
-    name: str
-
-
 class Reasoning(Strict):
     """How much to reason: a word that a template may know, or a number of tokens."""
 
@@ -172,7 +169,7 @@ class Reasoning(Strict):
 
 class NamedTool(Strict):
     type: str = "function"
-    function: Function
+    full_name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
 def _name(tool: Any) -> Any:
@@ -188,7 +185,7 @@ class Chat(Common):
     top_logprobs: Tops | None = None
     reasoning_effort: str | None = None
     reasoning: Reasoning = Reasoning()
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: Json = Field({})
     tools: Items | None = None
     functions: Items | None = None  # the form before tools, in which an answer has one call at most
     function_call: Any = None
@@ -224,12 +221,6 @@ class Chat(Common):
         return 0 if self.logprobs and self.top_logprobs is None else self.top_logprobs
 
     @property
-    def choice(self) -> str | Json:
-        """The tool choice of a ChatRequest."""
-        choice = self.tool_choice
-        return {"name": choice.function.name} if isinstance(choice, NamedTool) else choice
-
-    @property
     def format(self) -> Format | None:
         """What the answer must be. Raises ApiError."""
         given = self.response_format
@@ -252,7 +243,6 @@ class Completion(Common):
         ONE_OR_MORE,
     ]
     suffix: str = ""  # what comes after an answer
-    echo: bool = False  # an answer begins with its prompt
     logprobs: Tops | None = None
 
     @property
@@ -270,7 +260,6 @@ class Fill(Completion):
     one."""
 
     prompt: str
-    echo: Literal[False] = False
     input_prefix: str = ""  # what the prompt continues
     input_extra: Annotated[list[File], FIRST] = Field([], max_length=MAX_PARTS)
 

@@ -28,38 +28,32 @@ class CompletionWriter:
     chat: bool  # not a text completion
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
-    echoes: list[str] = field(default_factory=list)  # the prompts that the choices begin with
     legacy: bool = False  # calls are written as `function_call`
 
     def opening(self, usage: Usage) -> bytes:
-        """The role of each choice of a chat, the prompts that choices begin with."""
+        """The role of each choice of a chat."""
         data = b""
         if self.chat:
             for i in range(self.request.n):
                 data += self._chunk(i, {"role": "assistant", "content": ""})
-        for i, text in enumerate(self.echoes):
-            data += self._chunk(i, text)
         return data
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        empty: Any = {} if self.chat else ""
-        contents = []
-        for part in piece.parts:
-            contents.append(_delta(choice, part) if self.chat else part.text)
+        deltas = [_delta(choice, part) for part in piece.parts]
         logprobs = None
         if piece.logprobs:
             logprobs = self._logprobs(piece)
-            contents = contents or [empty]
+            deltas = deltas or [{}]
         data = b""
-        for content in contents:
-            data += self._chunk(choice.index, content, logprobs)
+        for delta in deltas:
+            data += self._chunk(choice.index, delta, logprobs)
             logprobs = None
         if piece.finish is not None:
-            data += self._chunk(choice.index, empty, finish=_finish_reason(choice))
+            data += self._chunk(choice.index, {}, finish=_finish_reason(choice))
         return data
 
     def still_here(self) -> bytes:
-        return self._chunk(0, {"content": ""} if self.chat else "")
+        return self._chunk(0, {"content": ""})
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:
         if not self.request.stream_options.include_usage:
@@ -80,17 +74,11 @@ class CompletionWriter:
             }
         written = []
         for choice in choices:
-            said: Any = {**message(choice), "refusal": None}
-            if not self.chat:
-                said = texts(choice.whole)["content"]
-            if self.echoes:
-                said = self.echoes[choice.index] + said
             made = self._choice(
                 choice.index,
-                said,
+                {"message": {**message(choice), "refusal": None}},
                 self._logprobs(choice.whole),
                 _finish_reason(choice),
-                "message",
             )
             written.append(made)
         return self._head(choices=written, usage=usage_object(usage))
@@ -106,28 +94,26 @@ class CompletionWriter:
         }
 
     def _chunk(
-        self, index: int, content: Any, logprobs: Json | None = None, finish: str | None = None
+        self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None
     ) -> bytes:
-        data = self._head(".chunk", choices=[self._choice(index, content, logprobs, finish)])
+        choice = self._choice(index, {"delta": delta}, logprobs, finish)
+        data = self._head(".chunk", choices=[choice])
         if self.request.stream_options.include_usage:
             data["usage"] = None
         return event(data)
 
-    def _choice(
-        self, index: int, said: Any, logprobs: Json | None, finish: str | None, key: str = "delta"
-    ) -> Json:
-        """A choice of a body or chunk, in the form that the request has."""
-        if self.legacy:
-            if calls := said.pop("tool_calls", None):
-                said["function_call"] = calls[0]["function"]
+    def _choice(self, index: int, said: Json, logprobs: Json | None, finish: str | None) -> Json:
+        """A choice of a body or chunk, in the form that the request has. `said` is a chat's message
+        or delta."""
+        [message] = said.values()
+        if not self.chat:
+            said = {"text": message.get("content", "")}
+        elif self.legacy:
+            if calls := message.pop("tool_calls", None):
+                message["function_call"] = calls[0]["function"]
             if finish == "tool_calls":
                 finish = "function_call"
-        return {
-            "index": index,
-            key if self.chat else "text": said,
-            "logprobs": logprobs,
-            "finish_reason": finish,
-        }
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, piece: Piece) -> Json | None:
         if self.request.alternatives is None:

@@ -7,10 +7,10 @@ prompts or answers. They read what the engine has published, so watching costs i
 import os
 import time
 from dataclasses import asdict
-from importlib.resources import files
+from pathlib import Path
 
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from mlxspec import __version__
 from mlxspec.kernels.verify import KERNELS
@@ -18,14 +18,7 @@ from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import HttpRequest, Json
 from mlxspec.server.state import ServerState
 
-FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "chat.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-}
+FILES = ("index.html", "page.css", "page.js", "charts.js", "chat.js", "icon.svg")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -47,8 +40,7 @@ async def file(http: HttpRequest) -> Response:
     name = http.path_params.get("name", "index.html")
     if name not in FILES:
         raise HTTPException(404)
-    data = files(__name__).joinpath(name).read_bytes()
-    return Response(data, media_type=FILES[name], headers=HEADERS)
+    return FileResponse(Path(__file__).parent / name, headers=HEADERS)
 
 
 async def now(http: HttpRequest) -> Response:
@@ -70,6 +62,6 @@ def snapshot(server: ServerState) -> Json:
         "models": [asdict(one) for one in models],
         "process": process,
         "refused": server.metrics.refused,
-        "requests": server.journal.rows(),
+        "requests": server.rows(),
         "kernels": {name: asdict(one) for name, one in list(KERNELS.verdicts.items())},
     }

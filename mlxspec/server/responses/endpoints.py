@@ -8,29 +8,19 @@ import secrets
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from mlxspec.server.body import IGNORED, Strict, receive, validate, wrong
-from mlxspec.server.chat_request import (
-    ChatRequest,
-    chat_generation,
-    prompt_length,
-    template_options,
-)
+from mlxspec.server.body import IGNORED, receive
+from mlxspec.server.chat_request import ChatRequest, chat_generation, prompt_length
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.responses.schema import Create, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import Model, run_on_text_thread
-from mlxspec.text.messages import listed
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
-# The `encrypted_content` of reasoning, for clients that only send it back with one.
-NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 # Fields of the request that the response repeats, with their defaults.
 DEFAULTS: Json = {
     **dict.fromkeys(
@@ -53,22 +43,20 @@ DEFAULTS: Json = {
 
 @dataclass(slots=True)
 class Store:
-    """Responses by id, least recently used first, each with all items of its conversation, its own
-    output last, and their size."""
+    """Responses by id, least recently used first, each with the items of the conversation before
+    it, and their size."""
 
     max_bytes: int = MAX_BYTES
     _stored: OrderedDict[str, tuple[Json, list[Json], int]] = field(default_factory=OrderedDict)
 
     def add(self, response: Json, items: list[Json]) -> None:
-        """`items` are those before the response's output."""
-        items = items + response["output"]
         size = len(json.dumps([response, items]))
         self._stored[response["id"]] = response, items, size
         while sum(size for *_, size in self._stored.values()) > self.max_bytes:
             self._stored.popitem(last=False)
 
     def get(self, id: str) -> tuple[Json, list[Json]]:
-        """A response, and all items of its conversation. Raises ApiError 404."""
+        """A response, and the items before it. Raises ApiError 404."""
         if id not in self._stored:
             raise _missing(id)
         self._stored.move_to_end(id)
@@ -85,23 +73,23 @@ class Store:
         if id is None:
             return []
         try:
-            return self.get(id)[1]
+            response, items = self.get(id)
         except ApiError as error:
             code = "previous_response_not_found"
             raise invalid("previous_response_id", error.message, code) from error
+        return [*items, *response["output"]]
 
-    def resolve(self, items: list[Json]) -> list[Json]:
-        """The items, each item_reference replaced by the item it names. Raises ApiError 404."""
-        stored = {each["id"]: each for _, kept, _ in self._stored.values() for each in kept}
-        resolved = []
+    def resolve(self, items: list[Json]) -> None:
+        """Replace each item_reference by the item it names. Raises ApiError 404."""
+        stored: Json = {}
+        for response, before, _ in self._stored.values():
+            stored |= {item["id"]: item for item in [*before, *response["output"]]}
         for i, item in enumerate(items):
             if item.get("type") == "item_reference":
                 id = str(item.get("id"))
                 if id not in stored:
                     raise _missing(id, f"input[{i}].id")
-                item = stored[id]
-            resolved.append(item)
-        return resolved
+                items[i] = stored[id]
 
 
 def _missing(id: str, param: str | None = None) -> ApiError:
@@ -114,7 +102,8 @@ async def create(http: HttpRequest) -> ASGIApp:
     store: Store = http.app.state.responses
     body, model = await receive(http, Create)
     before = store.conversation(body.previous_response_id)
-    items = store.resolve(body.input)
+    items = body.input
+    store.resolve(items)
     ignored = http.scope[IGNORED]
     tools = known_tools(body.tools, ignored)
     messages = chat_messages(before, items, ignored)
@@ -122,11 +111,11 @@ async def create(http: HttpRequest) -> ASGIApp:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    options = template_options(body.chat_template_kwargs, reasoning_effort=body.reasoning.effort)
+    options = {"reasoning_effort": body.reasoning.effort, **body.chat_template_kwargs}
     asked = ChatRequest(
         messages,
         [tool.definition for tool in tools.values()],
-        body.choice,
+        body.tool_choice,
         options=options,
         source="input",
         budget=body.reasoning.max_tokens,
@@ -138,8 +127,6 @@ async def create(http: HttpRequest) -> ASGIApp:
     response = _response(model, body)
     by_name = {tool.name: tool for tool in tools.values()} | tools
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
-    if "reasoning.encrypted_content" in body.include:
-        writer.encrypted = NOT_ENCRYPTED
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
     made = Generation(model, body, writer)
@@ -156,49 +143,25 @@ async def stored(http: HttpRequest) -> Response:
     return JSONResponse(store.get(id)[0])
 
 
-class Page(Strict):
-    """The query of GET /v1/responses/ID/input_items."""
-
-    model_config = ConfigDict(strict=False)
-
-    limit: Annotated[int, Field(ge=1, le=100)] = 20
-    order: Literal["asc", "desc"] = "desc"
-    after: str | None = None
-
-
 async def input_items(http: HttpRequest) -> Response:
-    """A page of the items that a response answered, with those of the responses before it."""
+    """The items that a response answered, with those of the responses before it, newest first."""
     store: Store = http.app.state.responses
-    page = validate(Page, dict(http.query_params))
-    response, items = store.get(http.path_params["id"])
-    items = items[: len(items) - len(response["output"])]
-    if page.order == "desc":
-        items.reverse()
-    if page.after is not None:
-        ids = [item["id"] for item in items]
-        if page.after not in ids:
-            raise wrong("after", page.after, "send the id of one of the items")
-        items = items[ids.index(page.after) + 1 :]
-    data = items[: page.limit]
-    found = {"object": "list", "data": data, "has_more": len(data) < len(items)}
-    if data:
-        found |= {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
-    return JSONResponse(found)
+    items = store.get(http.path_params["id"])[1]
+    if http.query_params.get("order") != "asc":
+        items = items[::-1]
+    ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
+    return JSONResponse({"object": "list", "data": items, "has_more": False, **ids})
 
 
 def _stored(item: Json) -> Json:
-    """An input item with a type and an id, and its texts as parts of the types that it may have."""
+    """An input item with a type and an id, and a message's text as a part."""
     kind = item.get("type") or "message"
     item = {**item, "type": kind}
     if not isinstance(item.get("id"), str):
         item["id"] = new_id(kind)
-    text = "output_text" if item.get("role") == "assistant" else "input_text"
     if kind == "message" and isinstance(item["content"], str):
-        item["content"] = [{"type": "text", "text": item["content"]}]
-    for part in [*listed(item.get("content")), *listed(item.get("output"))]:
-        match part:
-            case {"type": "text"}:  # also where content.py has put it in the place of an image
-                part["type"] = text
+        text = "output_text" if item["role"] == "assistant" else "input_text"
+        item["content"] = [{"type": text, "text": item["content"]}]
     return item
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Strict, validate, wrong
 from mlxspec.server.chat_request import OBJECT, Format
@@ -107,21 +107,7 @@ class Create(openai.Common):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
-    include: Annotated[list[str], FIRST] = Field([])
-    chat_template_kwargs: Json | None = None
-
-    @field_validator("include")
-    @classmethod
-    def _no_logprobs(cls, value: list[str]) -> list[str]:
-        if "message.output_text.logprobs" in value:
-            raise ValueError("send the request to /v1/chat/completions for log-probabilities")
-        return value
-
-    @property
-    def choice(self) -> str | Json:
-        """The tool choice of a ChatRequest."""
-        choice = self.tool_choice
-        return {"name": choice.full_name} if isinstance(choice, Tool) else choice
+    chat_template_kwargs: Json = Field({})
 
     @property
     def format(self) -> Format | None:

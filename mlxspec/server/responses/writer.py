@@ -14,6 +14,9 @@ from mlxspec.text.chat import Tokenizer
 from mlxspec.text.output_parser import Call, Part
 from mlxspec.text.tool_calls import as_object
 
+# The `encrypted_content` of reasoning, for clients that only send it back with one.
+NOT_ENCRYPTED = "not encrypted: the summary is all of it"
+
 
 @dataclass(frozen=True, slots=True)
 class ItemType:
@@ -56,13 +59,12 @@ TYPES = {
 @dataclass(slots=True)
 class ResponsesWriter:
     """The ResponseWriter of /v1/responses. `response` has no answer until the end, when `store` is
-    called with it; `encrypted` is the `encrypted_content` of reasoning."""
+    called with it."""
 
     id: str
     response: Json
     tools: Mapping[str, Tool]  # by the names in calls
     tokenizer: Tokenizer
-    encrypted: str | None = None
     store: Callable[[Json], None] = lambda response: None
     _data: bytes = b""  # events that have not been returned yet
     _events: int = 0
@@ -85,7 +87,7 @@ class ResponsesWriter:
             if part.call is not None:
                 self._add_call(part, part.call)
             elif part.kind == "reasoning":
-                self._add("reasoning", part.text, encrypted_content=self.encrypted)
+                self._add("reasoning", part.text, encrypted_content=NOT_ENCRYPTED)
             else:
                 self._add("message", part.text, role="assistant")
         return self._written()

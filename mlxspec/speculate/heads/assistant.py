@@ -94,8 +94,9 @@ class AssistantPass(Pass):
     ) -> None:
         super().__init__(head, runner)
         # A sliding layer sees what the newest token would, less that token itself.
-        blocks = {window and window - 1: n for window, n in runner.view.num_blocks.items()}
-        self.view = View(runner.view.block_size, blocks, {})
+        target = runner.view
+        blocks = {window and window - 1: n for window, n in target.num_blocks.items()}
+        self.view = View(target.block_size, blocks, {}, target.dense)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
     def draft(
@@ -109,7 +110,7 @@ class AssistantPass(Pass):
         seen = 0  # sequences in the view
         while n := len(chain.entries):
             if seen != n:
-                fill_view(self.view, newest[:n], chain.shift, one_group=self.dense)
+                fill_view(self.view, newest[:n], chain.shift)
                 seen = n
             embedded = self.head.embed(chain.tokens)
             out, hidden = self.head.module(embedded, hidden[:n], pages)
@@ -145,12 +146,6 @@ def load_assistant(
         if name != "lm_head.weight"  # the embedding again
     }
     size, vocab = owner.args.hidden_size, owner.args.vocab_size
-    has = len(tensors["post_projection.weight"]), len(tensors["embed_tokens.weight"])
-    if has != (size, vocab):
-        raise UnsupportedModel(
-            f"the head in {files.path} is for a model of hidden size {has[0]} with {has[1]} tokens;"
-            f" this one has {size} and {vocab}"
-        )
     clusters = 0
     if ORDERING in tensors:
         order = tensors[ORDERING] = tensors[ORDERING].astype(mx.int32)
@@ -159,8 +154,8 @@ def load_assistant(
             raise UnsupportedModel(f"the head in {files.path} is damaged: {ORDERING}")
     text = files.config["text_config"]
     count = text["num_hidden_layers"]
-    shared = {"num_kv_shared_layers": count, "hidden_size_per_layer_input": 0}
-    args = type(owner.args).from_dict(text | shared)
+    set_here = dict(num_kv_shared_layers=count, hidden_size_per_layer_input=0, vocab_size=vocab)
+    args = type(owner.args).from_dict(text | set_here)
     make: Any = type(found[0])
     layers = [make(args, i) for i in range(count)]
     reads = tuple(holders[layer.layer_type] for layer in layers)

@@ -7,6 +7,7 @@ DSpark corrects each row's logits by the token before.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -35,10 +36,10 @@ SLIDING = "sliding_attention"
 MAX_BLOCK = 256  # tokens
 # Settings that change what a head computes and are not read, with the values that change nothing.
 UNREAD = {
-    "attention_sink_bias": (False,),
-    "dflash_query_causal": (False,),
-    "input_embedding_scale": (1,),
-    "output_multiplier": (1,),
+    "attention_sink_bias": False,
+    "dflash_query_causal": False,
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
 }
 
 
@@ -114,10 +115,7 @@ class BlockLayer(nn.Module):
         cache: Any,
     ) -> Any:
         """[n, B, D]; `mask` bool [n, 1, B, S + B]."""
-
-        def attend(y: Array) -> Any:
-            return self.self_attn(y, mask, cache)
-
+        attend = partial(self.self_attn, mask=mask, cache=cache)
         x = x + self._around("attention_conv", attend, self.input_layernorm(x))
         return x + self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x))
 
@@ -254,16 +252,12 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     config |= {"model_type": "qwen3"}
     if ids := config.get(AUX_LAYERS):
         config["target_layer_ids"] = [i - 1 for i in ids]
-    layers = config.get("num_target_layers")
     has = len(decoder_layers(target))
-    if layers and layers != has:
-        raise UnsupportedModel(
-            f"the head in {files.path} is for a model of {layers} layers, this one has {has}"
-        )
-    for name, neutral in UNREAD.items():
-        if config.get(name) not in (None, *neutral):
+    for name, fits in (UNREAD | {"num_target_layers": has}).items():
+        if config.get(name) not in (None, fits):
             raise UnsupportedModel(
-                f"the head in {files.path} has {name} = {config[name]}, which is not supported"
+                f"the head in {files.path} has {name} = {config[name]}, but only {fits} can be"
+                " used with this model"
             )
     width, _ = sizes_of(target)
     dspark = bool(config.get("markov_rank"))

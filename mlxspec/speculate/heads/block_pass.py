@@ -6,6 +6,7 @@ block's own K/V are never stored.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from mlxspec.model.pages import Pages
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
 from mlxspec.types import Plan
+
+NEVER = 1 << 30  # a position that no row sees
 
 
 @dataclass(slots=True)
@@ -33,17 +36,10 @@ class BlockCache:
         k: mx.array,
         v: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        keys, values = self.pages.pools()
-        return self._behind(keys, k), self._behind(values, v)
-
-    def _behind(
-        self,
-        pool: mx.array,
-        own: mx.array,
-    ) -> mx.array:
         size = self.pages.view.block_size
-        context = gather(pool, self.blocks, size, slice(None))
-        return mx.concatenate([context, own], axis=2)
+        pools = self.pages.pools()
+        keys, values = [gather(pool, self.blocks, size, slice(None)) for pool in pools]
+        return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
 
 
 class BlockPass(Pass):
@@ -55,8 +51,8 @@ class BlockPass(Pass):
         caches: Sequence[Any],
     ) -> None:
         row = head.embed(mx.array([[0]]))
-        for layer, cache in zip(head.module.layers, caches, strict=True):
-            layer.self_attn(row, None, cache)
+        for layer, kv in zip(head.module.layers, caches, strict=True):
+            layer.self_attn(row, None, kv)
 
     def read(self, rows: Rows) -> None:
         if rows.entries:
@@ -90,11 +86,10 @@ class BlockPass(Pass):
         starts = mx.array([e.start for e in drafting])
         if chain.shift is not None:
             starts = starts + chain.shift
-        kinds = [(layer.window, layer.causal) for layer in module.layers]
-        seen = {kind: self._context(drafting, starts, rows, *kind) for kind in set(kinds)}
+        context = cache(partial(self._context, drafting, starts, rows))
         caches = []
-        for kind, pages in zip(kinds, self.pages, strict=True):
-            blocks, mask = seen[kind]
+        for layer, pages in zip(module.layers, self.pages, strict=True):
+            blocks, mask = context(layer.window, layer.causal)
             caches.append((mask, BlockCache(pages, blocks, starts)))
         block = self.head.embed(mx.concatenate([chain.tokens[:, None], masks], axis=1))
         out: mx.array = module(block, caches)[:, extra:]
@@ -126,14 +121,14 @@ def block_mask(
     window: int | None,
     causal: bool,
 ) -> mx.array:
-    """Bool [n, 1, rows, S + rows]: what each row of a block sees of the context's `slots` [S] and
-    of the block. `starts` int32 [n] are the newest tokens' positions."""
+    """Bool [n, 1, rows, S + rows], 1 for `rows` if they see the same: what each row of a block sees
+    of the context's `slots` [S] and of the block. `starts` int32 [n] are the newest tokens'
+    positions."""
     first = starts[:, None, None]
-    row = mx.arange(rows)
-    last = row[:, None] if causal else mx.full((rows, 1), rows - 1)  # that each row sees
-    seen = slots < first
+    row = first + mx.arange(rows)[:, None]  # positions
+    context = mx.where(slots < first, slots, NEVER)
+    keys = mx.concatenate([context, row.swapaxes(1, 2)], axis=-1)
+    seen = keys <= (row if causal else row[:, -1:])
     if window:
-        seen = seen & (slots > first + (last if causal else 0) - window)
-    context = mx.broadcast_to(seen, (len(starts), rows, len(slots)))
-    own = mx.broadcast_to(row <= last, (len(starts), rows, rows))
-    return mx.concatenate([context, own], axis=-1)[:, None]
+        seen &= keys > (row if causal else first) - window
+    return seen[:, None]

@@ -6,13 +6,12 @@ Rule: the rows of drafted tokens are written over by those with the target's hid
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 from mlx.core import array as Array
 
-from mlxspec.model.batch import Shift, bucket, fill_view, sampled_rows
+from mlxspec.model.batch import Shift, bucket, fill_view, runs_of, sampled_rows, starts_of
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
 from mlxspec.types import Draft
@@ -54,23 +53,18 @@ class ChainedPass(Pass):
         are alike."""
         view, hidden = self.view, rows.hidden
         out = []
-        first = row = 0
-        for _, members in groupby(
-            rows.entries, lambda e: self.dense and bucket(e, view.block_size)
+        for batch, places, at in runs_of(
+            rows.entries, lambda e: view.dense and bucket(e, view.block_size)
         ):
-            batch = list(members)
-            last = first + len(batch)
-            end = row + sum(e.rows for e in batch)
-            part = None if shift is None else shift[first:last]
-            fill_view(view, batch, part, one_group=self.dense)
-            shape = -1, batch[0].rows if self.dense else 1, hidden.shape[-1]
+            part = None if shift is None else shift[places]
+            fill_view(view, batch, part)
+            shape = -1, batch[0].rows if view.dense else 1, hidden.shape[-1]
             view.positions = view.positions[:: shape[1]]
-            x = self.head.embed(rows.tokens[row:end]).reshape(shape)
-            x = self.head.module(x, hidden[row:end].reshape(shape), self.pages).flatten(0, 1)
+            x = self.head.embed(rows.tokens[at]).reshape(shape)
+            x = self.head.module(x, hidden[at].reshape(shape), self.pages).flatten(0, 1)
             x = x[sampled_rows(batch)]
             self.submit(x)
             out.append(x)
-            first, row = last, end
         return mx.concatenate(out)
 
 
@@ -92,23 +86,21 @@ class ParallelPass(ChainedPass):
         chain: Chain,
     ) -> None:
         depth, shift = chain.entries[0].depth, chain.shift
-        mask = len(rows.tokens)  # the place of the mask behind the rows
+        starts = starts_of(rows.entries)
+        newest = mx.array([starts[run] + run.count - 1 for run in rows.entries])
+        if shift is not None:
+            newest = newest + shift
         runs = []
         places: list[int] = []
-        behind: list[int] = []  # rows behind the first of the samples
-        owners: list[int] = []
-        first = 0
+        owners: list[int] = []  # the number of each row's run
         for n, (run, e) in enumerate(zip(rows.entries, chain.entries, strict=True)):
-            masked = Draft([0 for _ in range(run.sampled + e.depth - 2)])
-            runs.append(replace(run, draft=masked))
-            last = first + run.rows
-            places += [*range(first, last), *(mask for _ in range(1, e.depth))]
-            behind += range(run.sampled - run.rows, run.sampled + e.depth - 1)
+            masks = Draft([0 for _ in range(run.sampled + e.depth - 2)])
+            runs.append(replace(run, draft=masks))
+            places += range(starts[run], starts[run] + runs[-1].rows)
             owners += [n for _ in range(runs[-1].rows)]
-            first = last
         at = mx.array(places)
-        if shift is not None:  # a rejected draft's row is a mask too
-            at = mx.where(mx.array(behind) > shift[mx.array(owners)], mask, at)
+        known = at <= newest[mx.array(owners)]
+        at = mx.where(known, at, len(rows.tokens))  # there the mask is
         tokens = mx.concatenate([rows.tokens, mx.array([self.head.module.mask])])
         hidden = mx.concatenate([rows.hidden, self._hidden])
         made = Rows(runs, tokens[at], hidden[at])

@@ -16,12 +16,7 @@ from mlxspec.model.batch import Step, build_inputs
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import Drafter, Proposals
 from mlxspec.speculate.calibrate import unused_seq
-from mlxspec.speculate.chain import (
-    Chain,
-    DraftCosts,
-    deepest_first,
-    proposals,
-)
+from mlxspec.speculate.chain import LIKELIEST, Chain, DraftCosts, deepest_first
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.read_states import ReadState, ReadStates, joined
@@ -72,9 +67,17 @@ class HeadDrafter(Drafter):
             self.use(())
 
     def options(self, seq: Seq) -> list[Proposal]:
-        if not self._pass.can_draft(seq):
+        """Greedy drafts, or, at a temperature above 0, those drawn with the target's noise and the
+        likeliest tokens, which a drafter less sure than its target guesses better. Each has rates
+        of its own: greedy requests say nothing about others."""
+        most = min(self.head.depth, seq.room - 1)
+        if most < 1 or seq.remaining != 1 or not self._pass.can_draft(seq):
             return []
-        return proposals(self.name, seq, self.head.depth, self.costs)
+        costs, made = self.costs, []
+        for how in ("drawn", LIKELIEST) if seq.request.sampling.temperature > 0 else ("greedy",):
+            keys = [(self.name, how, i + 1) for i in range(most)]
+            made.append(Proposal(self.name, (), costs.token, costs.fixed, keys))
+        return made
 
     def draft(
         self,
@@ -92,7 +95,7 @@ class HeadDrafter(Drafter):
             shift = previous.shift_of(drafting)
         rows = self._reads.unread(drafting, previous, self._hidden(previous))
         tokens = build_inputs(drafting, previous, shift)
-        chain = Chain(drafting, chosen, self.name, shift, tokens)
+        chain = Chain(drafting, chosen, shift, tokens)
         self._pass.draft(rows, chain)
 
     def observe(

@@ -16,23 +16,18 @@ from mlxspec.model.layout import flat
 from mlxspec.types import Json, UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
-# A tensor that only heads of this kind have.
-MARKS = {
-    "pre_fc_norm_hidden.weight": "mtp",
-    "eh_proj.weight": "nextn",
-    "layers.0.hidden_norm.weight": "eagle3",
-    "midlayer.hidden_norm.weight": "eagle3",
-    "hidden_norm.weight": "block",
-    "0.0.linear.weight": "medusa",
-    "post_projection.weight": "assistant",
-}
-# What lies beside it, where a model may have a tensor of the same name.
-BESIDE_MARK = {
-    "eagle3": "fc.weight",
-    "block": "fc.weight",
-    "medusa": "0.0.linear.bias",
-    "assistant": "pre_projection.weight",
-}
+OF_FILE = "beside."  # goes before the names of what lies in these
+# By kind, a tensor that only such heads have, and what lies beside it, where a model may have one
+# of the same name.
+MARKS = (
+    ("mtp", "pre_fc_norm_hidden.weight", ""),
+    ("nextn", "eh_proj.weight", ""),
+    ("eagle3", "layers.0.hidden_norm.weight", "fc.weight"),
+    ("eagle3", "midlayer.hidden_norm.weight", "fc.weight"),
+    ("block", "hidden_norm.weight", "fc.weight"),
+    ("medusa", "0.0.linear.weight", "0.0.linear.bias"),
+    ("assistant", "post_projection.weight", "pre_projection.weight"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +44,11 @@ class HeadFiles:
     error: UnsupportedModel | None = None
 
     @property
-    def promised(self) -> int:
-        """How many MTP layers a model's config.json promises; 0 for a head's own directory."""
-        if _is_sidecar(self.config):
-            return 0
+    def promised(self) -> bool:
+        """Whether a model's config.json promises an MTP head."""
         config = flat(self.config)
-        layers = config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0
-        return layers if isinstance(layers, int) else 0
+        layers = config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers")
+        return bool(layers) and not _is_sidecar(self.config)
 
 
 def find_head(path: Path) -> HeadFiles:
@@ -67,14 +60,20 @@ def find_head(path: Path) -> HeadFiles:
     try:
         beside = {path / name for name in (*BESIDE, _named(config))}
         for file in sorted({*path.glob("*.safetensors"), *filter(Path.is_file, beside)}):
-            tensors = dict(mx.load(str(file)))  # type: ignore[arg-type]
-            if file in beside and (head := _head_in(none, tensors)).kind:
-                return replace(head, standalone=not any(path.glob("model*.safetensors")))
-            found |= tensors
+            tensors: Any = mx.load(str(file))
+            within = OF_FILE if file in beside else ""
+            found |= {within + name: array for name, array in tensors.items()}
     except (OSError, RuntimeError, ValueError) as error:
         why = UnsupportedModel(f"{file} cannot be read: {line_of(error)}; download it again")
         return replace(none, standalone=_is_sidecar(config), error=why)
-    return _head_in(none, found)
+    for kind, mark, other in MARKS:
+        ends = [name.removesuffix(mark) for name in found if f".{name}".endswith(f".{mark}")]
+        if prefixes := [prefix for prefix in ends if prefix + (other or mark) in found]:
+            prefix = min(prefixes)  # in a file beside, else the first of several layers
+            within = "" if prefix == "model." else prefix  # a sidecar's lm_head lies outside
+            own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}
+            return replace(none, standalone=len(own) == len(found), kind=kind, tensors=own)
+    return none
 
 
 def find_draft(
@@ -87,21 +86,6 @@ def find_draft(
     if found.kind and _sizes(found.config) == _sizes(read_json(target / "config.json")):
         return replace(found, standalone=True)
     return found
-
-
-def _head_in(
-    none: HeadFiles,
-    found: dict[str, mx.array],
-) -> HeadFiles:
-    for mark, kind in MARKS.items():
-        other = BESIDE_MARK.get(kind, mark)
-        ends = [name.removesuffix(mark) for name in found if f".{name}".endswith(f".{mark}")]
-        if prefixes := [prefix for prefix in ends if prefix + other in found]:
-            prefix = min(prefixes)  # the first of several layers
-            within = "" if prefix == "model." else prefix  # a sidecar's lm_head lies outside
-            own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}
-            return replace(none, standalone=len(own) == len(found), kind=kind, tensors=own)
-    return none
 
 
 def _sizes(config: Json) -> list[Any]:

@@ -13,7 +13,7 @@ from mlx.core import array as Array
 
 from mlxspec.model import attention
 from mlxspec.model.batch import Shift, sampled_rows
-from mlxspec.model.pages import DensePages, Pages, View
+from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
 from mlxspec.speculate.chain import MAX_DEPTH, Chain
 from mlxspec.types import FINAL_NORM, Entry, Seq, Tap
@@ -51,10 +51,9 @@ class Pass:
         target = runner.view
         blocks: dict[int | None, int] = {None: target.num_blocks[None]}
         self.head = head
-        self.view = View(target.block_size, blocks, target.allocated, first=head.slot_offset)
-        self.dense = runner.layout == "gather"
-        make = DensePages if self.dense else Pages  # its layers are like the model's
-        self.pages = [make(self.view, None) for _ in range(head.kv_layers)]
+        first = head.slot_offset
+        self.view = View(target.block_size, blocks, target.allocated, target.dense, first=first)
+        self.pages = [Pages(self.view, None) for _ in range(head.kv_layers)]
         attention.install(head.module)
 
     @staticmethod

@@ -5,7 +5,6 @@ The modules are mlx-lm's; names and steps are those of the published checkpoints
 heads come with experts fused, numbered or stacked.
 """
 
-import re
 from typing import Any
 
 import mlx.core as mx
@@ -17,13 +16,12 @@ from mlxspec.speculate.heads.chained import ChainedPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import load_module
-from mlxspec.types import UnsupportedModel
 
 # Norms are zero-centred (w - 1 is stored) iff the larger mean of the norms of queries and keys is
 # below the first and the smallest mean of the others is below the second (MTPLX's rule).
 CENTRED_QK, CENTRED = 1.25, 0.5
 QK_NORMS = ("q_norm.weight", "k_norm.weight")
-EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+_proj)\.(weight|scales|biases)")
+FIRST_EXPERT = ".experts.0."  # in names of numbered experts
 
 
 class MTP(nn.Module):
@@ -61,17 +59,16 @@ def load_mtp(
     files: HeadFiles,
     target: nn.Module,
 ) -> HeadModel:
-    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
     owner: Any = getattr(target, "language_model", target)
     args = owner.args
     attending = [
         layer for layer in decoder_layers(target) if not getattr(layer, "is_linear", False)
     ]
     make: Any = type(attending[0])
-    tensors = _final_norms(_stacked_experts(files.tensors))
+    tensors = _final_norms(_stacked_experts(files.tensors, args))
     count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
-    _check_shape(files, tensors, args.hidden_size)
     return build(files, tensors, [make(args, place) for _ in range(count or 1)], args, target)
 
 
@@ -98,19 +95,6 @@ def build(
     )
 
 
-def _check_shape(
-    files: HeadFiles,
-    tensors: dict[str, Array],
-    size: int,
-) -> None:
-    for name, array in tensors.items():
-        if array.ndim == 1 and not name.endswith(QK_NORMS) and array.shape[0] != size:
-            raise UnsupportedModel(
-                f"the head in {files.path} is for another model: {name} has {array.shape[0]}"
-                f" values, the model's hidden size is {size}"
-            )
-
-
 def _final_norms(tensors: dict[str, Array]) -> dict[str, Array]:
     """Norms as they are used."""
     norms = {name: array for name, array in tensors.items() if "norm" in name}
@@ -122,9 +106,9 @@ def _final_norms(tensors: dict[str, Array]) -> dict[str, Array]:
     return tensors
 
 
-def _stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
+def _stacked_experts(tensors: dict[str, Array], args: Any) -> dict[str, Array]:
     """Experts under `switch_mlp`, whether they came fused (gate and up in one tensor) or one by
-    one."""
+    one. Raises KeyError."""
     made = dict(tensors)
     for name in tensors:
         if name.endswith(".experts.gate_up_proj"):
@@ -133,14 +117,9 @@ def _stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
             made |= {base + "gate_proj.weight": gate, base + "up_proj.weight": up}
             down = name.replace("gate_up_proj", "down_proj")
             made[base + "down_proj.weight"] = made.pop(down)
-    numbered: dict[str, dict[int, Array]] = {}
     for name in tensors:
-        if found := EXPERT.fullmatch(name):
-            base, number, projection, kind = found.groups()
-            key = f"{base}.switch_mlp.{projection}.{kind}"
-            numbered.setdefault(key, {})[int(number)] = made.pop(name)
-    for key, experts in numbered.items():
-        if max(experts) >= len(experts):
-            raise UnsupportedModel(f"not all of the head's experts are there: {key}")
-        made[key] = mx.stack([experts[i] for i in sorted(experts)])
+        if FIRST_EXPERT in name:
+            numbers = range(args.num_experts)
+            experts = [made.pop(name.replace(FIRST_EXPERT, f".experts.{i}.")) for i in numbers]
+            made[name.replace(FIRST_EXPERT, ".switch_mlp.")] = mx.stack(experts)
     return made

@@ -20,6 +20,7 @@ blas.load()
 
 from mlxspec.commands.bench import Task, prompt_of  # noqa: E402  after BLAS
 from mlxspec.engine import memory  # noqa: E402
+from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import release_memory  # noqa: E402
 from mlxspec.model.hub import cache_of, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
@@ -50,6 +51,7 @@ from mlxspec.training.samples import (  # noqa: E402
 from mlxspec.training.target import Target  # noqa: E402
 from mlxspec.training.trainer import (  # noqa: E402
     LENGTH,
+    ROWS,
     Trainer,
     batches,
     vocabulary_of,
@@ -59,6 +61,8 @@ from mlxspec.training.trainer import (  # noqa: E402
 PARALLEL = 32  # answers at a time
 ANSWER = 256  # most tokens of an answer
 CONTEXT = 4 * LENGTH  # of a prompt and its answer
+ROWS_PER_TOKEN = 1.5  # with prompts and padding; of answers to our prompts it is 1.4
+TRIED = 8  # tokens of each answer that is timed
 WARM = 0.7  # temperature of every second answer
 KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something: NOTES.md
 VOCABULARY = 16_384  # of a new head
@@ -143,11 +147,16 @@ def _train(
 ) -> list[Sample]:
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""
-    _new_trainer(model, options, [], 1)  # what does not fit is refused before hours of answers
+    # What does not fit is refused before hours of answers.
+    trainer, _ = _new_trainer(model, options, [], 1)
+    server.wait()
+    rows = options.tokens * options.epochs * ROWS_PER_TOKEN
+    training = rows * _seconds_per_row(trainer)
+    del trainer
     texts = pieces(Path(options.data)) if options.data else []
     samples = list(up_to(options.tokens // 2, _own_samples(model, texts)))
     wanted = options.tokens - sum(len(sample) for _, sample in samples)
-    samples += _answers(model, texts, wanted, work / "answers.jsonl", server)
+    samples += _answers(model, texts, wanted, work / "answers.jsonl", server, training)
     learned = [sample for subject, sample in samples if not held_out(subject)]
     measured = [sample for subject, sample in samples if held_out(subject)]
     if not learned or not measured:
@@ -186,9 +195,11 @@ def _answers(
     wanted: int,
     file: Path,
     server: Server,
+    training: float,
 ) -> list[tuple[str, Sample]]:
     """The model's answers, each after its subject, to questions about the user's texts and to
-    general prompts in turn. What `file` keeps is not answered again."""
+    general prompts in turn. What `file` keeps is not answered again. Says how long answers and
+    `training`, in seconds, will take."""
     general, about = general_prompts(), file_prompts(texts)
     turns = zip(about, general, strict=False)
     asked = [each for pair in turns for each in pair] + general[len(about) :]
@@ -198,12 +209,34 @@ def _answers(
     server.wait()
     engine, _ = model.load()
     known = SampleFile(file, model.info.vocab)
+    left = max(0, wanted - sum(map(len, known.read().values())))
+    answering = left * _seconds_per_token(engine)
+    minutes = [f"{each / 60:.0f} min" for each in (answering, training)]
+    print(f"time: about {minutes[0]} to answer prompts and {minutes[1]} to train; Ctrl-C stops")
     found = []
     with progress("Answering prompts") as report:
         for each in up_to(wanted, collect(engine, prompts, known, server.wait)):
             found.append(each)
             report(sum(len(sample) for _, sample in found), wanted)
     return found
+
+
+def _seconds_per_row(trainer: Trainer) -> float:
+    """Of training, by two steps that are made."""
+    load_weights(trainer.target.model)
+    sample = Sample([n % trainer.target.vocab for n in range(LENGTH)], 1)
+    for _ in range(2):  # the first compiles
+        began = time.perf_counter()
+        trainer.step([sample for _ in range(ROWS // LENGTH)])
+    return (time.perf_counter() - began) / ROWS
+
+
+def _seconds_per_token(engine: Engine) -> float:
+    """Of PARALLEL answers at a time."""
+    requests = [Request(f"try-{n}", (n + 1, n + 2), TRIED) for n in range(PARALLEL)]
+    began = time.perf_counter()
+    tokens = sum(len(answer) for _, answer, _ in answers_to(engine, requests, lambda: None))
+    return (time.perf_counter() - began) / tokens
 
 
 def _request(text: str, tokenizer: Tokenizer) -> Request:

@@ -55,7 +55,7 @@ def test_a_trained_head_is_used_from_then_on(
     assert resolve_model(config).draft is None
     assert command(*WORDS) == 0
     said = capsys.readouterr().out
-    for line in ("memory: ", "training on ", "1.00 tokens a round before, 1.50"):
+    for line in ("memory: ", "time: about ", "training on ", "1.00 tokens a round before, 1.50"):
         assert line in said
     found = resolve_model(config).draft
     assert found is not None

@@ -218,17 +218,20 @@ class Worker:
         self._streams.clear()
 
     def _deliver(self, outputs: Outputs) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request)
+            if not stream:
+                continue
+            stream.put(output)
+            if stream.unfinished and stream._queue.qsize() > stream.limit:
+                self.abort(output.request)
+                stream.finish("error", fault="client")
+            if not stream.unfinished:
+                del self._streams[output.request]
+
+    def _deliver_or_die(self, outputs: Outputs) -> None:
         try:
-            for output in outputs:
-                stream = self._streams.get(output.request)
-                if not stream:
-                    continue
-                stream.put(output)
-                if stream.unfinished and stream._queue.qsize() > stream.limit:
-                    self.abort(output.request)
-                    stream.finish("error", fault="client")
-                if not stream.unfinished:
-                    del self._streams[output.request]
+            self._deliver(outputs)
         except Exception as error:  # a client would wait for the lost outputs for ever
             self._die(error)
             self._stop_soon()
@@ -295,7 +298,7 @@ class Worker:
         """Deliver outputs on the loop's thread, and renew what any thread may read."""
         self.models = self._manager.snapshot()
         if outputs:
-            self._call_loop(lambda: self._deliver(outputs))
+            self._call_loop(lambda: self._deliver_or_die(outputs))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         if self._loop:  # None: no order was sent yet

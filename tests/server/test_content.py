@@ -255,6 +255,11 @@ async def test_a_kept_response_keeps_no_image(make: Make) -> None:
     assert again.status == 200 and LINE in prompt(s)
     kept = await s.get(f"/v1/responses/{first['id']}/input_items")
     assert LINE in kept.body.decode() and PNG not in kept.body.decode()
+    assert [part["type"] for part in kept.json["data"][0]["content"]] == ["input_text"]
+    path, body = responses_result(VIEW)
+    first = (await s.post(path, body)).json
+    kept = await s.get(f"/v1/responses/{first['id']}/input_items")
+    assert [part["type"] for part in kept.json["data"][0]["output"]] == ["input_text"]
 
 
 async def test_tokens_of_images_are_counted_as_the_prompt_has_them(make: Make) -> None:

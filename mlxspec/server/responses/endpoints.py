@@ -19,6 +19,7 @@ from mlxspec.server.generate import Generation
 from mlxspec.server.responses.schema import Create, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import Model, run_on_text_thread
+from mlxspec.text.messages import listed
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 # Fields of the request that the response repeats, with their defaults.
@@ -154,14 +155,18 @@ async def input_items(http: HttpRequest) -> Response:
 
 
 def _stored(item: Json) -> Json:
-    """An input item with a type and an id, and a message's text as a part."""
+    """An input item with a type and an id, and its texts as parts of the types that it may have."""
     kind = item.get("type") or "message"
     item = {**item, "type": kind}
     if not isinstance(item.get("id"), str):
         item["id"] = new_id(kind)
+    text = "output_text" if item.get("role") == "assistant" else "input_text"
     if kind == "message" and isinstance(item["content"], str):
-        text = "output_text" if item["role"] == "assistant" else "input_text"
-        item["content"] = [{"type": text, "text": item["content"]}]
+        item["content"] = [{"type": "text", "text": item["content"]}]
+    for part in [*listed(item.get("content")), *listed(item.get("output"))]:
+        match part:
+            case {"type": "text"}:  # also where content.py has put it in the place of an image
+                part["type"] = text
     return item
 
 

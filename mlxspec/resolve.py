@@ -230,7 +230,8 @@ def make_manager(
     def memory_check(slot: ModelSlot, staying: int) -> str:
         """Why a model does not fit now, "" if it does, beside loaded ones of so many bytes."""
         need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
-        free = free_bytes(config) + meter.held()[0] - staying
+        loaded = sum(slot.nbytes for slot in slots)
+        free = free_bytes(config) - reserved() + loaded - staying
         if need <= free:
             return ""
         sizes = f"it needs {format_size(need)} and {format_size(max(0, free))} are available"

@@ -111,11 +111,6 @@ def test_serve_takes_several_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == [Config(model="a", others=("b", "c=d"), pin=("b",))]
 
 
-def test_serve_passes_on_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.server.process.serve_model", lambda config: sys.exit(1))
-    assert command(monkeypatch, "serve") == 1
-
-
 def test_a_model_that_does_not_fit_is_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,10 +103,12 @@ def soon(seen: Callable[[], object], seconds: float = 20.0) -> bool:
 def at_rest(s: Served) -> None:
     """Nothing is left of what was asked: streams, rows, tasks, sequences, blocks."""
     state = s.app.state.server
+    written = state._text.submit(int)  # behind all that is to be kept of answers
     assert soon(
         lambda: (
             not (s.worker._streams or s.worker._busy or state.live or s.server.server_state.tasks)
             and not state.text_jobs
+            and written.done()
             and s.worker._inbox.empty()
         )
     )

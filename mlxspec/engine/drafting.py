@@ -126,7 +126,6 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
     found = find_draft(draft or path, path)
     if draft and not found.standalone:
         small, files = load(draft)
-        # Now, as a Runner hides some of the weights.
         return Drafting(draft, small, context=context_of(files), nbytes=weights(small))
     head = load_head(found, model)
     return Drafting(found.path, head=head, nbytes=weights(head.module) if head else 0)
@@ -206,8 +205,8 @@ def _attach(
     kv.rereads = reads and kv.states is None
     drafting.facts = {"draft": f"{key} {drafter.taps}"}
     where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in drafter.taps]
-    states = ", ".join(where) or "no layer"
-    log.info("%s drafts from the hidden states after %s: %s", head.name, states, drafting.path)
+    reading = f" from the hidden states after {', '.join(where)}" if where else ""
+    log.info("%s drafts%s: %s", head.name, reading, drafting.path)
     return drafter
 
 

@@ -32,7 +32,7 @@ from mlxspec.types import (
     Stats,
 )
 
-DISK_WAIT_S = 0.002  # in a step that can do nothing until the disk answers
+DISK_WAIT_S = 0.002
 
 
 @dataclass(slots=True)
@@ -103,8 +103,9 @@ class Engine:
 
     # ---- a step ------------------------------------------------------------------------------
 
-    def step(self) -> Outputs:
-        """Submit one step and commit the one before it."""
+    def step(self, alone: bool = True) -> Outputs:
+        """Submit one step and commit the one before it. `alone`: no other engine has work, so a
+        moment may pass where this one can do nothing until the disk answers."""
         outputs: Outputs = []
         previous = self.in_flight
         self.in_flight = None
@@ -140,7 +141,7 @@ class Engine:
             self.in_flight = None
         self._end_finished()
         self.housekeep()
-        if not (plan or outputs or self._disk_busy):
+        if alone and not (plan or outputs or self._disk_busy):
             time.sleep(DISK_WAIT_S)
         return outputs
 

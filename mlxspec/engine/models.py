@@ -199,8 +199,11 @@ class ModelManager:
             outputs += engine.abort(id, index)
         for order in self._waiting:
             if order.id == id:
+                first = order is self._waiting[0]
                 self._waiting.remove(order)
-                return _finish(order, "abort") + self._dispatch_waiting()
+                outputs += _finish(order, "abort")
+                # Those behind another one go on waiting, or the first would never have its turn.
+                return outputs + self._dispatch_waiting() if first else outputs
         return outputs
 
     def _dispatch_waiting(self) -> Outputs:
@@ -251,7 +254,8 @@ class ModelManager:
             self._turns.rotate(-1)
             if slot.engine and slot.engine.active:
                 slot.used = self.clock()
-                return slot.engine.step()
+                active = [engine for engine in self._engines() if engine.active]
+                return slot.engine.step(alone=len(active) == 1)
         return []
 
     def _load(self, slot: ModelSlot) -> Outputs:
@@ -312,7 +316,9 @@ class ModelManager:
     def _unload(self, slot: ModelSlot) -> None:
         assert slot.engine
         stats = slot.engine.stats()
-        slot.last_stats = replace(stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0)
+        slot.last_stats = replace(
+            stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0, disk_bytes=0
+        )
         slot.engine.close(UNLOAD_S)
         slot.engine = None
         self.ranks.send({"unload": slot.info.name})

@@ -156,10 +156,10 @@ def _try_all(
 def _try(case: Case, file: VerdictFile, until: float) -> None:
     """Judge a case. Until then the file says that it crashed, in case it ends the process."""
     known = file.load()
-    file.save({**known, case.name: Verdict(why=CRASHED)})
     KERNELS.deadline = until + 2 * CALL_LIMIT_S
     KERNELS.forget = partial(file.save, known)
     try:
+        file.save({**known, case.name: Verdict(why=CRASHED)})
         verdict = judge(case, until)
         if not any(word in verdict.why for word in OUT_OF_MEMORY):
             known[case.name] = verdict  # else it may fit at the next start

@@ -170,7 +170,7 @@ def _cached(name: str) -> Path | None:
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 
 

@@ -90,7 +90,7 @@ class Ranks:
 
     group: Any = None
     children: Sequence[subprocess.Popen[bytes]] = ()
-    hosts: Any = None  # the file of addresses, deleted with this: the last rank reads it late
+    hosts: Any = None  # the file of addresses, deleted at the end: the last rank reads it late
     rank: int = 0
     size: int = 1
     level: int = 0  # the worst memory pressure of the others
@@ -205,6 +205,8 @@ class Ranks:
             with suppress(RuntimeError):  # of MLX, where a connection is lost
                 self.send({"end": True})
                 mx.synchronize(mx.default_stream(mx.cpu))
+        if self.hosts:
+            self.hosts.close()
         until = time.monotonic() + END_S
         for child in children:
             with suppress(subprocess.TimeoutExpired):

@@ -101,7 +101,8 @@ class Runner:
         self.mirror: Any = None  # on rank 0 of several: a Mirror
 
     def tap(self, taps: Sequence[Tap]) -> None:
-        """Hand out these hidden states of every row from now on: none where there is no trunk."""
+        """Hand out these hidden states of every row from now on. Without a trunk there are none,
+        which callers refuse before."""
         if self.trunk:
             install_taps(self.trunk, self.view, taps)
 

@@ -162,7 +162,7 @@ class OutputParser:
         marker = found.strip()
         before, after = self._state, self._edges[self._state][marker]
         content = before in CONTENT_STATES
-        said = self._last in ("content", "call")
+        said = self._last == "content" or bool(self.calls)
         if before in CALL_STATES or self._reader:
             if self._reader:
                 self._stream(found)

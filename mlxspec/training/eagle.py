@@ -19,7 +19,7 @@ from mlxspec.speculate.heads.eagle import AUX_LAYERS
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.training.target import Batch, Target
-from mlxspec.types import Json
+from mlxspec.types import Json, UnsupportedModel
 
 CHAIN = 4  # tokens of a draft that is trained on
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_traditional")
@@ -37,10 +37,13 @@ def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
     layer["input_layernorm.weight"] = mx.ones(size)
     norm = _weight(target.trunk.get("norm", {}))
     ids = mx.array(list(vocabulary))
+    lm_head = _weight(target.lm_head, ids)
+    if lm_head is None:
+        raise UnsupportedModel("no head can be trained: the model's lm_head has no weight")
     tensors = {f"layers.0.{name}": array for name, array in layer.items()} | {
         "fc.weight": mx.pad(mx.eye(size), [(0, 0), (2 * size, 0)]),  # the last hidden state
         "norm.weight": mx.ones(size) if norm is None else norm,
-        "lm_head.weight": _weight(target.lm_head, ids),
+        "lm_head.weight": lm_head,
         "d2t": (ids - mx.arange(len(ids))).astype(mx.int64),
         "t2d": mx.zeros((target.vocab,), mx.int32).at[ids].add(1).astype(mx.bool_),
     }

@@ -91,7 +91,7 @@ def resume(trainer: Trainer, state: Path, digest: str) -> None:
             trainer.resume(tensors)
             print(f"going on after step {trainer.done}")
             return
-    print("starting again: the options, what there is to learn from, or the head have changed")
+    print("starting again: other options, texts or another head than before, or a damaged file")
 
 
 def write_tensors(path: Path, tensors: dict[str, mx.array], about: dict[str, str]) -> None:

@@ -401,7 +401,7 @@ class Paper:
         self.queue = [job for job in self.queue if job[0].id != id]
         return [Output(r.id, 0, (), finish="abort") for r in gone]
 
-    def step(self) -> list[Output]:
+    def step(self, alone: bool = True) -> list[Output]:
         self.log.append(self.name)
         for job in self.queue:
             job[1] -= 1
@@ -506,6 +506,7 @@ def test_a_steady_stream_for_one_model_starves_nobody() -> None:
         for _ in range(2):
             n += 1
             made.submit(replace(tiny.request(f"a{n}", [1], 5), model="a"))
+        made.abort(f"a{n}")  # of a client that left: the others go on waiting
         ended += [o.request for o in made.step()]
         turns += 1
         assert turns < 15

@@ -56,7 +56,6 @@ UNSUPPORTED: Json = {
     "typical_p": 1,
     "use_beam_search": False,
     "best_of": 1,
-    "echo": False,
     "modalities": ["text"],
     "include_stop_str_in_output": False,
 }
@@ -237,6 +236,8 @@ class Chat(Common):
 
 class Completion(Common):
     """`prompt` is a text, or a list of texts and token ids."""
+
+    unsupported: ClassVar[Json] = UNSUPPORTED | {"echo": False}
 
     prompt: Annotated[
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | str,

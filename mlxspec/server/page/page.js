@@ -276,7 +276,7 @@ function requests(now) {
     percent(r.kept, r.drafted),
     r.first ? seconds(r.first) : "–",
     seconds(r.seconds),
-    (cell) => element(cell, "span", `end-${r.outcome || "live"}`, r.outcome || stateOf(r)),
+    (cell) => element(cell, "span", `end-${r.outcome.split(",")[0] || "live"}`, r.outcome || stateOf(r)),
   ]);
   table($("requests"), head, rows, "No request came yet.", shown.map((r) => r.id));
 }

@@ -114,7 +114,7 @@ class BlockLayer(nn.Module):
         mask: Array,
         cache: Any,
     ) -> Any:
-        """[n, B, D]; `mask` bool [n, 1, B, S + B]."""
+        """[n, B, D]; `mask` bool [n, 1, B or 1, S + B]."""
         attend = partial(self.self_attn, mask=mask, cache=cache)
         x = x + self._around("attention_conv", attend, self.input_layernorm(x))
         return x + self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x))

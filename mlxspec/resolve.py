@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -182,11 +182,11 @@ def follow(config: Config, ranks: Ranks) -> None:
                 followers[name].step(message)
             case {"load": name}:
                 try:
-                    followers[name] = _follower(models[name], ranks)
+                    followers[name] = _follower(models, name, ranks)
                 except RankLost:
                     raise
-                except UserError as error:  # rank 0 answers with it, and may try again
-                    log.warning("%s: %s", name, error)
+                except Exception as error:  # rank 0 answers with it, and may try again
+                    log.warning("%s: %s", name, error, exc_info=not isinstance(error, UserError))
             case {"unload": name}:
                 if name in followers:
                     followers.pop(name).close(UNLOAD_S)
@@ -199,8 +199,12 @@ def follow(config: Config, ranks: Ranks) -> None:
         each.close(CLOSE_S)
 
 
-def _follower(model: ResolvedModel, ranks: Ranks) -> Follower:
-    engine, _ = model.load(0, ranks)
+def _follower(models: Mapping[str, ResolvedModel], name: str, ranks: Ranks) -> Follower:
+    if name not in models:
+        error = UnsupportedModel(f"{name} is none of this rank's models: give all ranks the same")
+        ranks.failed(error)
+        raise error
+    engine, _ = models[name].load(0, ranks)
     offloader = engine.offloader
     disk = offloader and DiskFollower(offloader.disk, offloader.transfer)
     return Follower(engine.runner, ranks, disk)

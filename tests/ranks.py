@@ -26,6 +26,7 @@ import mlx.core as mx  # noqa: E402  after BLAS
 import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
+from mlxspec import resolve  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine import loader  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
@@ -33,7 +34,7 @@ from mlxspec.model.layout import weights  # noqa: E402
 from mlxspec.model.mirror import Follower, Mirror  # noqa: E402
 from mlxspec.model.parallel import Ranks, join, split  # noqa: E402
 from mlxspec.resolve import ResolvedModel  # noqa: E402
-from mlxspec.types import RankLost, UnsupportedModel  # noqa: E402
+from mlxspec.types import OutOfMemory, RankLost, UnsupportedModel, UserError  # noqa: E402
 from tests import architectures, test_lossless, tiny  # noqa: E402
 
 MORE_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4}
@@ -187,27 +188,44 @@ def overlap(ranks: Ranks, kind: str, layout: str, sequences: int, n: int) -> dic
 
 
 def load_and_fail(ranks: Ranks, path: str, cache: str, how: str) -> str:
-    """All ranks load a model, and rank 1 reads half its arrays: what rank 0 raises then."""
+    """All ranks load a model, which fails on one of them: what rank 0 raises then."""
+    chosen = ResolvedModel("m", Path(path), None, Config(cache_dir=cache, speculate="off"))
+    models = {"m": chosen}
     if ranks.rank == 0:
         ranks.send({"call": ["load_and_fail", [path, cache, how]]})
-    else:
+        if how == "no memory":
+            loader.make_plan = no_memory
+    elif how == "another model":
+        models = {"other": chosen}
+    elif how == "killed at layouts":
+        loader.find_layout = killed
+    elif how != "no memory":
         loader.load_weights = functools.partial(read_half, how)
-    chosen = ResolvedModel("m", Path(path), None, Config(cache_dir=cache, speculate="off"))
     try:
-        chosen.load(0, ranks)
+        resolve._follower(models, "m", ranks) if ranks.rank else chosen.load(0, ranks)
     except RankLost as error:
         if ranks.rank:
             os._exit(3)
-        return str(error)
+        return f"lost: {error}"
+    except UserError as error:
+        return f"refused: {error}"
     raise AssertionError("the model was loaded")
 
 
-def read_half(how: str, model: Any) -> None:
+def read_half(how: str, model: Any, heard: Any) -> None:
     arrays = [array for _, array in tree_flatten(model.parameters())]
     mx.eval(arrays[: len(arrays) // 2])
     if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+        killed()
     raise UnsupportedModel("the weights cannot be read")
+
+
+def killed(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise OutOfMemory("it needs more", 1)
 
 
 CALLS = {"logits": logits, "overlap": overlap, "load_and_fail": load_and_fail}

@@ -1,6 +1,7 @@
 """Several processes that share a model give the tokens of one, by ==, whatever the batch and the
 drafter."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,16 +89,36 @@ def test_overlap(group: Group, kind: str, layout: str) -> None:
     assert told["bytes"] == told["messages"] * 4 * WORDS
 
 
-@pytest.mark.parametrize("how, status", [("killed", -9), ("unreadable", 3)])
-def test_a_rank_that_fails_while_weights_are_read(tmp_path: Path, how: str, status: int) -> None:
-    """All are lost at once: the others wait for the arrays that it reads."""
+@pytest.mark.parametrize(
+    "how, status", [("killed", -9), ("unreadable", 3), ("killed at layouts", -9)]
+)
+def test_a_rank_that_is_lost_while_loading(tmp_path: Path, how: str, status: int) -> None:
+    """All end at once: the others wait for the arrays that it reads, or its part of sums."""
     path = save_tokenizer(tmp_path / "model")
     save(path, "llama")
     ranks = Group(2)
     told = ranks.call("load_and_fail", str(path), str(tmp_path), how)
-    assert told.startswith("rank 1 is gone")
+    assert told.startswith("lost: rank 1 is gone")
     assert ranks.processes[1].wait(20) == status
     ranks.close()
+
+
+@pytest.mark.parametrize(
+    "how, why",
+    [
+        ("no memory", "refused: it needs more"),
+        ("another model", "refused: rank 1: .* m is none of"),
+    ],
+)
+def test_a_model_that_one_rank_cannot_load(tmp_path: Path, how: str, why: str) -> None:
+    """It is refused, and all go on."""
+    path = save_tokenizer(tmp_path / "model")
+    save(path, "llama")
+    ranks = Group(2)
+    assert re.match(why, ranks.call("load_and_fail", str(path), str(tmp_path), how))
+    assert len(set(ranks.call("logits", "llama")["checksums"])) == 1
+    ranks.close()
+    assert [each.returncode for each in ranks.processes] == [0, 0]
 
 
 def test_a_rank_that_is_silent_while_loading_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

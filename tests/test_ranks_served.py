@@ -227,7 +227,7 @@ def test_weights_read(tmp_path: Path) -> None:
     part = (whole - replicated) / 2 + replicated
 
     def start(ranks: int) -> list[int]:
-        """The bytes that each process has read, from files and sockets."""
+        """The bytes that each process has read from files."""
         with served(path, tmp_path, "--ranks", str(ranks)) as server:
             pids = [server.process.pid, *server.others()]
             read = [Path(f"/proc/{pid}/io").read_text() for pid in pids]
@@ -252,6 +252,34 @@ def test_kills_at_random_moments(path: Path, tmp_path: Path) -> None:
     rng = random.Random(4)
     for _ in range(KILLS):
         kill_one(path, tmp_path, rng.choice(["other", "first"]), rng.uniform(0, 2))
+
+
+@pytest.mark.slow
+def test_the_rank_that_ended_first_is_named(tmp_path: Path) -> None:
+    """Its neighbours in the ring end as well."""
+    path = save_tokenizer(tmp_path / "model")
+    save(path, "llama", num_key_value_heads=4)
+    with served(path, tmp_path, "--ranks", "4") as server:
+        server.complete()
+        others = server.others()
+        os.kill(others[1], signal.SIGKILL)  # in the order in which they were started
+        assert server.process.wait(END_S) == 1
+        assert ended(others)
+        server.reader.join(END_S)
+        assert "rank 2 has ended with status -9" in server.said
+
+
+@pytest.mark.slow
+def test_a_draft_model_on_two_ranks(path: Path, tmp_path: Path) -> None:
+    """It is on rank 0 alone; the answers are those without it."""
+    small = save_tokenizer(tmp_path / "small")
+    save(small, "llama", num_hidden_layers=1)
+    told = []
+    for more in ([], ["--ranks", "2", "--draft", str(small), "--draft-depth", "3"]):
+        with served(path, tmp_path, *more) as server:
+            answers = [server.complete(40, temperature=warm) for warm in (0, 0.8)]
+            told.append([answer["choices"][0]["text"] for answer in answers])
+    assert told[0] == told[1]
 
 
 def kill_one(path: Path, cache: Path, victim: str, after: float) -> None:

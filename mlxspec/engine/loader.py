@@ -67,9 +67,11 @@ def load_engine(
     make = partial(make_plan, config, context, free=free)
     plan_for = partial(drafting.plan, make, size)
     plan_for()  # the weights alone: with some models, geometry() reads weights
+    ranks.gather("planned")
     plan_for(geometry(model, config.kv_bits))
+    ranks.gather("planned")  # a rank without memory says so before the others read arrays
     with ranks.reading():
-        load_weights(model)
+        load_weights(model, ranks.heard)
     drafting.load_weights()
     file = cache_file(path, config, ranks)
     cache = _find_layout(path, model, config, file, ranks)
@@ -86,16 +88,18 @@ def load_engine(
     ranks.enough([plan.blocks, *plan.windows.values()])
     mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
     engine, info = _build(model, name, layout, plan, context, config, mirror)
-    if not ranks.rank:  # the others only follow
+    facts = versions() | {"kept": kept}  # what K/V depend on, beside tokens
+    if ranks.size > 1:
+        facts["rank"] = str(ranks)
+    if ranks.rank:  # it only follows
+        _add_disk(engine, config, path, facts, name)
+    ranks.gather("ready")
+    if not ranks.rank:
         _warm_up(engine, config, cache, file)
-    if config.speculate == "on":
-        add_drafters(engine, cache, drafting, config)
+        if config.speculate == "on":
+            add_drafters(engine, cache, drafting, config)
+        _add_disk(engine, config, path, facts | drafting.facts, name)
     cache.save(file)
-    if config.disk_bytes and layout.sharing:
-        facts = versions() | drafting.facts | {"kept": kept}  # what K/V depend on, beside tokens
-        if ranks.size > 1:
-            facts["rank"] = str(ranks)
-        _add_disk(engine, config, fingerprint(path, facts), name)
     _log_limits(engine.scheduler, layout, context)
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
     return engine, info
@@ -106,7 +110,10 @@ def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
     if ranks.size == 1:
         return
     facts += f" {config.block_size} {config.kv_bits} {config.layout} {versions()}"
-    ranks.same(facts, "model, version or setting")
+    facts += (
+        f" {config.kv_blocks} {config.max_sequences} {config.prefill_budget} {len(config.others)}"
+    )
+    ranks.same(f"{facts} {config.disk_bytes > 0}", "model, version or setting")
     ranks.same(fingerprint(path, {}, mtime=False), "weights")
 
 
@@ -182,8 +189,11 @@ def _build(
     return Engine(runner, scheduler, vocab=layout.vocab), info
 
 
-def _add_disk(engine: Engine, config: Config, digest: str, name: str) -> None:
-    disk = DiskCache(prompts_of(config), digest, config.disk_bytes, name)
+def _add_disk(engine: Engine, config: Config, path: Path, facts: dict[str, str], name: str) -> None:
+    """Keep prompts on disk, if the settings and the layout allow it."""
+    if not (config.disk_bytes and engine.scheduler.sharing):
+        return
+    disk = DiskCache(prompts_of(config), fingerprint(path, facts), config.disk_bytes, name)
     offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
     engine.offloader = engine.scheduler.offloader = offloader
 

@@ -23,7 +23,7 @@ from mlxspec import log
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
-from mlxspec.model.parallel import split
+from mlxspec.model.parallel import connection_lost, split
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
 from mlxspec.progress import progress
 from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
@@ -181,6 +181,8 @@ def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
         model(mx.array([PROMPTS[0]]), cache=caches)
         return _measure(caches, kv_bits)
     except Exception as failure:  # the model's own code; `find_layout` reports it if it persists
+        if connection_lost(failure):
+            raise
         log.info("the size of the model's caches is unknown before it is loaded: %s", failure)
         return CacheBytes(0, (), 0)
 
@@ -213,8 +215,9 @@ def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
     return CacheBytes(token, tuple(sorted(sizes.items())), state)
 
 
-def load_weights(model: Module) -> None:
-    """Read the weights into memory, with a progress bar. Raises UnsupportedModel."""
+def load_weights(model: Module, heard: Callable[[], None] = lambda: None) -> None:
+    """Read the weights into memory, with a progress bar; `heard` is called after each array. Raises
+    UnsupportedModel."""
     total = weights(model)
     done = 0
     try:
@@ -223,6 +226,7 @@ def load_weights(model: Module) -> None:
                 mx.eval(array)
                 done += array.nbytes
                 report(done, total)
+                heard()
     except RuntimeError as error:
         raise UnsupportedModel(f"the weights cannot be read: {error}") from error
 
@@ -243,6 +247,8 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
                 continue  # the same as with rollback
             error = logits_error(probe_logits(runner), reference)
         except Exception as failure:  # the model's own code decides what it raises
+            if connection_lost(failure):
+                raise
             error = line_of(failure)
             sure = sure and not isinstance(failure, RuntimeError)
         if error:

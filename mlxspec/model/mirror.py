@@ -49,7 +49,6 @@ class Mirror:
     def __init__(self, ranks: Ranks, model: str) -> None:
         self.ranks = ranks
         self.model = model
-        self.copies: list[tuple[int, int, int]] = []
         self._events: list[Sequence[Any]] = []
         # Number, tokens and tables of each sequence that the followers know.
         self._told = WeakKeyDictionary[Seq, tuple[int, int, list[list[int]]]]()
@@ -65,11 +64,9 @@ class Mirror:
             "overlaps": overlaps,
             "highest": highest,
             "taps": taps,
-            "copies": self.copies,
             "events": self._take_events(),
         }
         self.ranks.send(message)
-        self.copies = []
         self._steps.append(plan)
         for e in plan:
             if isinstance(e.draft.tokens, mx.array):
@@ -106,6 +103,10 @@ class Mirror:
             len(draft) if isinstance(draft, mx.array) else [*draft],
             _in_hex(e.masks),
         )
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """All ranks copy these blocks, (group, source, target) each."""
+        self._events.append(("copy", [*copies]))
 
     def keep(self, state: Any) -> Snapshot:
         """A copy of an entry's recurrent state for the prefix cache, kept by all ranks; a snapshot
@@ -197,7 +198,6 @@ class Follower:
         if list(self.runner.view.taps) != message["taps"]:
             # Else a step without samples would compute less than rank 0's.
             self.runner.tap(message["taps"])
-        self.runner.copy_blocks(message["copies"])
         plan = [self._entry(Told(*fields)) for fields in message["plan"]]
         step = self.runner.forward(plan, self._steps[-1] if message["overlaps"] else None)
         self.runner.submit(step, self.runner.sample(step))
@@ -221,6 +221,10 @@ class Follower:
             match event:
                 case "drop":
                     del self._held[what]
+                case "copy":
+                    for group, _, target in what:
+                        self._highest[group] = max(self._highest[group], target)
+                    self.runner.copy_blocks(what)
                 case "save":
                     self._save(what, *more)
                 case "place":

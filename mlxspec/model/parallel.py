@@ -43,7 +43,7 @@ HEADS += ["num_k_heads", "num_v_heads"]
 
 def split(model: Module, group: mx.distributed.Group) -> None:
     """Keep this rank's part of a model's weights, by mlx-lm's own shard(); they are read once they
-    are evaluated, which all ranks have to do. Raises UnsupportedModel."""
+    are evaluated, which all ranks have to do. Raises UnsupportedModel and RankLost."""
     ranks = group.size()
     name = type(model).__module__
     if not hasattr(model, "shard"):
@@ -56,6 +56,8 @@ def split(model: Module, group: mx.distributed.Group) -> None:
     try:
         _read_in_turn(model, group)
         model.shard(group)
+    except RuntimeError as error:  # it reads weights, and the others wait for them
+        raise RankLost(f"rank {group.rank()} cannot read its part: {line_of(error)}") from error
     except Exception as error:  # the model's own code
         why = f"{name} cannot split this model among {ranks} ranks: {line_of(error)}"
         raise UnsupportedModel(why) from error
@@ -172,6 +174,10 @@ class Ranks:
         mx.async_eval(rows)
         return rows
 
+    def heard(self) -> None:
+        """A step of loading is done, as all ranks know: the next one may take as long."""
+        self._expect({}, LOAD_S)
+
     def _expect(self, message: Json, seconds: float = TIMEOUT_S) -> None:
         """Expect another message in so many seconds. A model that is to be loaded may have to be
         downloaded on another rank before."""
@@ -202,7 +208,7 @@ class Ranks:
         """Let the others end, unless they have failed as well."""
         children, self.children = self.children, ()  # which are expected to end
         if self.group:
-            with suppress(RuntimeError):  # of MLX, where a connection is lost
+            with suppress(RuntimeError, ValueError):  # where a rank is lost or has failed
                 self.send({"end": True})
                 mx.synchronize(mx.default_stream(mx.cpu))
         if self.hosts:
@@ -248,9 +254,13 @@ class Ranks:
             threading.Thread(target=loop, name="ranks", daemon=True).start()
 
     def explain(self, error: BaseException) -> BaseException:
-        """What an error of MLX's connections means. Further messages would never come back."""
-        if self.group and isinstance(error, RuntimeError) and "connection" in str(error):
-            error = RankLost(self._suspect(line_of(error)))
+        """What an error of MLX's connections means, or one that it caused. Further messages would
+        never come back."""
+        cause: BaseException | None = error
+        while self.group and cause:
+            if connection_lost(cause):
+                return RankLost(self._suspect(line_of(cause)))
+            cause = cause.__cause__ or cause.__context__
         return error
 
     @contextmanager
@@ -262,7 +272,7 @@ class Ranks:
         except UnsupportedModel as error:
             if not self.group:
                 raise
-            told = self.explain(error.__cause__ or error)
+            told = self.explain(error)
             if not isinstance(told, RankLost):
                 told = RankLost(f"rank {self.rank}: {error}")
             raise told from error
@@ -274,12 +284,17 @@ class Ranks:
         return _why_ended(self.children) or f"rank {' or '.join(map(str, beside))} is gone: {why}"
 
 
+def connection_lost(error: BaseException) -> bool:
+    """Whether MLX says that another rank is gone."""
+    return isinstance(error, RuntimeError) and "connection" in str(error)
+
+
 def _why_ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
-    """Which of the other ranks has ended, of all that this process started; "": none."""
-    for rank, child in enumerate(children, 1):
-        if child.poll() is not None:
-            return f"rank {rank} has ended with status {child.returncode}"
-    return ""
+    """Which of the other ranks has ended, of all that this process started; "": none. Those that
+    lost another one end with 1, so one that did not was the first."""
+    ended = [(child.poll(), rank) for rank, child in enumerate(children, 1)]
+    found = sorted(((s == 1, rank, s) for s, rank in ended if s is not None))
+    return f"rank {found[0][1]} has ended with status {found[0][2]}" if found else ""
 
 
 def _read(array: Array) -> Any:

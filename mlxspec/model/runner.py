@@ -168,8 +168,8 @@ class Runner:
         """Copy whole blocks, (group, source, target) each. Waits for the step in flight."""
         if copies:
             self.grow()
-        if self.mirror:
-            self.mirror.copies += copies
+            if self.mirror:
+                self.mirror.copy(copies)
         for group in {group for group, _, _ in copies}:
             sources = [source for g, source, _ in copies if g == group]
             targets = [target for g, _, target in copies if g == group]

@@ -64,7 +64,7 @@ def test_a_truncated_head_is_still_no_small_model(
     file = packagings.write("sidecar", tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100_000])
     drafting = load_drafting(runs.plain_target(), TARGET, tmp_path, Config())
-    assert not drafting.modules and len(warnings_in(caplog)) == 1
+    assert not (drafting.small or drafting.head) and len(warnings_in(caplog)) == 1
 
 
 @pytest.mark.parametrize(

@@ -235,4 +235,5 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /api/ps": ollama.models,
     "GET /api/tags": ollama.models,
     "GET /api/version": ollama.version,
+    **{f"POST,DELETE {path}": ollama.refuse for path in ollama.INSTEAD},
 }

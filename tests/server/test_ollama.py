@@ -202,7 +202,8 @@ async def test_a_stop_string(make: Make) -> None:
         ("/api/generate", {"raw": True, "format": "json"}, 400, "format with raw"),
         ("/api/generate", {"raw": True, "system": "be kind"}, 400, "system with raw"),
         ("/api/generate", {"suffix": "a", "tools": [LOOK]}, 400, "tools with raw"),
-        ("/api/pull", {"model": "llama3.2"}, 404, "/api/pull: Not Found"),
+        ("/api/pull", {"model": "llama3.2"}, 400, "start the server with the model"),
+        ("/api/create", {}, 400, "create is not supported; send system"),
         ("/api/nothing", {}, 404, "/api/nothing: Not Found"),
         ("/api/chat", b"{", 400, "not a JSON object"),
     ],
@@ -339,9 +340,9 @@ async def test_an_image_becomes_a_line(make: Make) -> None:
     strict = await ask(make(Config(strict_content="on")), messages=[turn])
     assert strict.status == 400 and "messages[0].content[0]" in strict.json["error"]
     for plain in ({"raw": True}, {"suffix": "b"}):
-        s = make()
-        refused = await ask(s, "/api/generate", images=["aGVsbG8="], **plain)
-        assert refused.status == 400 and "images with raw" in refused.json["error"]
+        s = make(Config(strict_content="on"))
+        strict = await ask(s, "/api/generate", images=["aGVsbG8="], **plain)
+        assert strict.status == 400 and "images with raw" in strict.json["error"]
         assert s.engine.submitted == []
 
 

@@ -1,4 +1,7 @@
-"""Ollama's API: /api/chat, /api/generate, and what tells of the models."""
+"""Ollama's API: /api/chat, /api/generate, and what tells of the models.
+
+Rule: what this server does not do (Modelfiles, uploads) is refused with what to do instead.
+"""
 
 import secrets
 from datetime import UTC, datetime
@@ -9,7 +12,7 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import ChatRequest, chat_generation
-from mlxspec.server.errors import HttpRequest, Json, invalid
+from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.ollama.schema import Chat, Generate
 from mlxspec.server.ollama.writer import LineWriter
@@ -17,6 +20,14 @@ from mlxspec.server.openai.endpoints import completion_generation
 from mlxspec.server.state import Model, run_on_text_thread, while_connected
 from mlxspec.server.stream import Piece
 from mlxspec.types import ModelInfo
+
+INSTEAD = {
+    "/api/copy": "copy is not supported; name a model with --name when the server is started",
+    "/api/create": "create is not supported; send system and options with each request",
+    "/api/delete": "delete is not supported; start the server without the model",
+    "/api/pull": "pull is not supported; start the server with the model, which downloads it",
+    "/api/push": "push is not supported; upload the model's directory yourself",
+}
 
 
 async def version(http: HttpRequest) -> Response:
@@ -76,8 +87,9 @@ async def answer(http: HttpRequest) -> ASGIApp:
             "format": body.form,
             "system": body.system,
             "tools": body.tools,
-            "images": body.images,
         }
+        if model.server.config.strict_content == "on":
+            unread["images"] = body.images
         for name, value in unread.items():
             if value:
                 raise invalid(name, f"{name} with raw or suffix: send one of them")
@@ -104,3 +116,7 @@ async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
     work = server.unload(model.name) if unloads else server.worker.load(model.name, pin)
     await while_connected(http, work)
     return {"done": True, "done_reason": "unload" if unloads else "load"}
+
+
+async def refuse(http: HttpRequest) -> Response:
+    raise ApiError(400, INSTEAD[http.url.path])

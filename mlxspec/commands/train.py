@@ -150,8 +150,7 @@ def _train(
     # What does not fit is refused before hours of answers.
     trainer, _ = _new_trainer(model, options, [], 1)
     server.wait()
-    rows = options.tokens * options.epochs * ROWS_PER_TOKEN
-    training = rows * _seconds_per_row(trainer)
+    training = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
     del trainer
     texts = pieces(Path(options.data)) if options.data else []
     samples = list(up_to(options.tokens // 2, _own_samples(model, texts)))
@@ -211,8 +210,10 @@ def _answers(
     known = SampleFile(file, model.info.vocab)
     left = max(0, wanted - sum(map(len, known.read().values())))
     answering = left * _seconds_per_token(engine)
-    minutes = [f"{each / 60:.0f} min" for each in (answering, training)]
-    print(f"time: about {minutes[0]} to answer prompts and {minutes[1]} to train; Ctrl-C stops")
+    print(
+        f"time: about {answering / 60:.0f} min to answer prompts and {training / 60:.0f} min to"
+        " train; Ctrl-C stops"
+    )
     found = []
     with progress("Answering prompts") as report:
         for each in up_to(wanted, collect(engine, prompts, known, server.wait)):
@@ -225,9 +226,11 @@ def _seconds_per_row(trainer: Trainer) -> float:
     """Of training, by two steps that are made."""
     load_weights(trainer.target.model)
     sample = Sample([n % trainer.target.vocab for n in range(LENGTH)], 1)
-    for _ in range(2):  # the first compiles
-        began = time.perf_counter()
-        trainer.step([sample for _ in range(ROWS // LENGTH)])
+    with progress("Measuring a step") as report:
+        for done in range(2):  # the first compiles
+            report(done, 2)
+            began = time.perf_counter()
+            trainer.step([sample for _ in range(ROWS // LENGTH)])
     return (time.perf_counter() - began) / ROWS
 
 

@@ -293,7 +293,7 @@ def _why_ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
     """Which of the other ranks has ended, of all that this process started; "": none. Those that
     lost another one end with 1, so one that did not was the first."""
     ended = [(child.poll(), rank) for rank, child in enumerate(children, 1)]
-    found = sorted(((s == 1, rank, s) for s, rank in ended if s is not None))
+    found = sorted((s == 1, rank, s) for s, rank in ended if s is not None)
     return f"rank {found[0][1]} has ended with status {found[0][2]}" if found else ""
 
 

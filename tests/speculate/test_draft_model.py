@@ -244,7 +244,7 @@ def test_a_sequence_without_drafts_is_read_in_steps_and_not_left_far_behind() ->
     twins.engine.add(r)
     for _ in range(110):
         twins.engine.step()
-        for seq, live in twins.draft._reads.live.items():
+        for seq, live in twins.draft._live.items():
             assert len(seq.tokens) - live.read <= MAX_LAG + 20 + 2
     assert max(twins.reads.values()) == 1
     tiny.run(twins.engine)

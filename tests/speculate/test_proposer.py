@@ -355,7 +355,7 @@ def test_a_cancel_between_any_two_rounds(kind: str, at: int) -> None:
     seen = tiny.tokens(got, "gone")
     assert seen == truth(gone)[: len(seen)] and tiny.tokens(got, "stays") == truth(stays)
     assert e.scheduler.pool.used == 0 and not run.chain._stats and not copies(run.chain)._live
-    assert not small_model(run.chain) or not small_model(run.chain)._reads.live
+    assert not small_model(run.chain) or not small_model(run.chain)._live
     assert tiny.tokens(run(replace(gone, id="again")), "again") == truth(gone)
 
 

@@ -2,29 +2,42 @@
 
 Rule: the row of a position lies in its slot under the target's block ids, so that a block is a
 function of its prefix. After a step with drafts the rows of all its samples are read at once: those
-after the last accepted one are written again before they are read.
+after the last accepted one are written again before they are read. What others may share or the
+disk may save is read as soon as it stands: prompts, full blocks, what ends.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import mlx.core as mx
 
-from mlxspec.model.batch import Step, build_inputs
+from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import Drafter, Proposals
 from mlxspec.speculate.calibrate import unused_seq
-from mlxspec.speculate.chain import LIKELIEST, Chain, DraftCosts, deepest_first
+from mlxspec.speculate.chain import LIKELIEST, MAX_LAG, Chain, DraftCosts, deepest_first
 from mlxspec.speculate.controller import Proposal
-from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.speculate.heads.read_states import ReadState, ReadStates, joined
-from mlxspec.types import Accepted, Entry, Plan, Seq, Tap
+from mlxspec.speculate.heads.model import HeadModel, Rows
+from mlxspec.types import Accepted, Draft, Entry, Plan, Seq, Tap
+
+
+@dataclass(slots=True)
+class ReadState:
+    """One sequence: its rows in the slots before `read` are right, and `hidden` are the hidden
+    states [n, D] of the rows from there on. Where its blocks went to another, it starts again at
+    what the prefix cache has of it."""
+
+    read: int = 0
+    hidden: list[mx.array] = field(default_factory=list)
+    table: list[int] | None = None  # None: it has no blocks, or they may be another's
+    step: Step | None = None  # in flight; its rows were read when the next step was drafted
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a HeadModel for the target that `runner` runs."""
+    """Drafts with a HeadModel for the target that `runner` runs. The row that is made of the hidden
+    state at position p lies in slot p + `head.slot_offset`, 0 or 1."""
 
     lazy = True
 
@@ -40,13 +53,13 @@ class HeadDrafter(Drafter):
         self._pass = head.pass_type(head, runner)
         runner.adopted = self._pass.pages
         self.use(head.taps)
-        self._reads = ReadStates(head.slot_offset, runner.view.block_size, self._before)
+        self._live: dict[Seq, ReadState] = {}
 
     def begin(self, seq: Seq) -> None:
-        self._reads.live[seq] = ReadState()
+        self._live[seq] = ReadState()
 
     def end(self, seq: Seq) -> None:
-        del self._reads.live[seq]
+        del self._live[seq]
 
     def use(self, taps: tuple[Tap, ...]) -> None:
         """Read these hidden states of the target from now on."""
@@ -61,7 +74,7 @@ class HeadDrafter(Drafter):
 
     def close(self) -> None:
         self.runner.adopted = ()  # else blocks would be saved whose rows it did not read
-        self._reads.live.clear()
+        self._live.clear()
         # Recurrent states with and without hidden states cannot share a batch.
         if not self.runner.states.layers:
             self.use(())
@@ -85,7 +98,7 @@ class HeadDrafter(Drafter):
         previous: Step | None,
         chosen: Proposals,
     ) -> None:
-        self._reads.place(plan)
+        self._place(plan)
         drafting = deepest_first(plan, chosen)
         if not drafting:
             return
@@ -93,7 +106,7 @@ class HeadDrafter(Drafter):
         shift = None
         if previous is not None and any(e.inflight_drafts for e in drafting):
             shift = previous.shift_of(drafting)
-        rows = self._reads.unread(drafting, previous, self._hidden(previous))
+        rows = self._unread(drafting, previous)
         tokens = build_inputs(drafting, previous, shift)
         chain = Chain(drafting, chosen, shift, tokens)
         self._pass.draft(rows, chain)
@@ -103,22 +116,94 @@ class HeadDrafter(Drafter):
         step: Step,
         accepted: Sequence[Accepted],
     ) -> None:
-        rows = self._reads.observe(step, self._hidden(step), accepted)
-        if rows.entries:
+        """Keep those of a step's hidden states that stand, and read what is due; other rows are
+        read once there are MAX_LAG."""
+        hidden = self._hidden(step)
+        offset, size = self.head.slot_offset, self.runner.view.block_size
+        first = starts_of(step.plan)
+        due = []
+        for e, new in zip(step.plan, accepted, strict=True):
+            live = self._live[e.seq]
+            ends = new.finish is not None and e.seq.finish == new.finish
+            if live.table is None or not (ends or live.table is e.seq.table):
+                continue
+            end = e.start + e.count + new.drafts
+            if live.step is step:
+                live.step = None
+                live.hidden = []
+                live.read = end + offset
+            else:
+                rows = hidden[first[e] : first[e] + end - e.start]
+                live.hidden.append(rows + 0 if len(hidden) > MAX_LAG else rows)  # a slice pins all
+            lag = end - live.read
+            fills = live.read // size < end // size
+            shared = ends or e.start < e.seq.prompt_len or fills
+            if lag > 0 and (shared or e.count > 1 or lag >= MAX_LAG):
+                owner = Seq(e.seq.request, tokens=e.seq.tokens, table=live.table)
+                rows = joined(live.hidden)
+                due.append((Entry(owner, live.read, lag, False), rows[:lag]))
+                live.read = end
+                # A slice would pin the step.
+                live.hidden = [rows[lag:] + 0] if offset else []
+                mx.async_eval(live.hidden)
+            if ends:
+                live.table = None  # its blocks may be another's from the next plan on
+        if due:
             self.runner.grow()
-            self._pass.read(rows)
+            self._pass.read(_rows_of(due, None))
 
-    def _hidden(self, step: Step | None) -> mx.array:
-        """What the head reads of a step's rows, [T, D]; without a step [0, 0]."""
-        if step is None:
-            return joined([])
-        return self.head.prepare(joined([step.taps[tap] for tap in self.taps], axis=-1))
+    def _place(self, plan: Plan) -> None:
+        """Find the sequences that have new blocks. Before each step's drafts."""
+        for seq, live in self._live.items():
+            if live.table is not seq.table:  # its blocks may be another's now
+                live.table = None
+                live.hidden = []
+        for e in plan:
+            live = self._live[e.seq]
+            if live.table is None:
+                live.table = e.seq.table
+                live.step = None
+                live.hidden = self._before(e)
+                live.read = e.start + self.head.slot_offset - len(live.hidden)
 
     def _before(self, e: Entry) -> list[mx.array]:
         """The hidden state before a sequence's first row, which a recurrent state brings."""
         if not (self.head.slot_offset and e.start and self.runner.states.layers):
             return []
         return [self.head.prepare(e.seq.state[-1].reshape(1, -1))]
+
+    def _unread(self, drafting: Plan, previous: Step | None) -> Rows:
+        """The rows of these sequences that were not read, up to their newest tokens, which are read
+        now; also those of the step in flight."""
+        flying: dict[Seq, mx.array] = {}
+        if previous:
+            hidden = self._hidden(previous)
+            starts = starts_of(previous.plan)
+            flying = {e.seq: hidden[n : n + e.rows] for e, n in starts.items()}
+        offset = self.head.slot_offset
+        runs = []
+        for e in drafting:
+            live = self._live[e.seq]
+            end = e.start + e.count - 1 + offset
+            pending = e.pending and offset > 0
+            run = Entry(e.seq, live.read, end - live.read, True, pending=pending)
+            states = live.hidden
+            if e.seq in flying:
+                live.step = previous
+                states = [*states, flying[e.seq]]
+            else:
+                live.read = end
+                live.hidden = []
+            if e.inflight_drafts and previous and previous.sampled:
+                first = previous.first_row[e.seq] + offset
+                run.draft = Draft(previous.sampled.tokens[first : first + e.inflight_drafts])
+            if states:
+                runs.append((run, joined(states)))
+        return _rows_of(runs, previous)
+
+    def _hidden(self, step: Step) -> mx.array:
+        """What the head reads of a step's rows, [T, D]."""
+        return self.head.prepare(joined([step.taps[tap] for tap in self.taps], axis=-1))
 
     # ---- costs -------------------------------------------------------------------------------
 
@@ -150,10 +235,29 @@ class HeadDrafter(Drafter):
         dtype = self.head.embed(mx.array([0])).dtype
         hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
         read = context - 1 + self.head.slot_offset
-        self._reads.live[seq] = ReadState(read, [hidden], table)
+        self._live[seq] = ReadState(read, [hidden], table)
         entry = Entry(seq, context, 1, True, depth=depth)
         began = time.perf_counter()
         self.draft([entry], None, {seq: Proposal(self.name)})
         mx.eval(entry.draft.tokens)
         self.end(seq)
         return time.perf_counter() - began
+
+
+def _rows_of(
+    runs: Sequence[tuple[Entry, mx.array]],
+    previous: Step | None,
+) -> Rows:
+    """Rows with their hidden states, and the tokens there; those in flight are taken lazily."""
+    entries = [e for e, _ in runs]
+    return Rows(entries, build_inputs(entries, previous, None), joined([rows for _, rows in runs]))
+
+
+def joined(
+    parts: Sequence[mx.array],
+    axis: int = 0,
+) -> mx.array:
+    """The parts in one; [0, 0] of none."""
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(list(parts), axis) if parts else mx.zeros((0, 0))

@@ -22,6 +22,7 @@ from mlxspec.model.layout import (
     CacheBytes,
     LayoutChoice,
     context_of,
+    find_layout,
     geometry,
     load,
     load_weights,
@@ -34,14 +35,14 @@ from mlxspec.progress import progress
 from mlxspec.speculate import Drafter, NoSpeculation
 from mlxspec.speculate.calibrate import MORE, calibrate, contexts_in, time_step
 from mlxspec.speculate.controller import Costs
-from mlxspec.speculate.draft_model import DraftModel, fit_small
+from mlxspec.speculate.draft_model import DraftModel
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_draft
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, OutOfMemory, Request, Sampling, Tap
+from mlxspec.types import FINAL_NORM, OutOfMemory, Request, Sampling, Tap, UnsupportedModel
 
 NONE = "off"  # --draft off: neither small model nor head
 TRIED_ANSWERS, TRIED_TOKENS = 4, 64  # to choose what a head reads
@@ -107,9 +108,19 @@ class Drafting:
 
     def fit_to(self, target: LayoutChoice) -> None:
         """Find the small model's layout, or whether the target can use a head. Raises
-        UnsupportedModel."""
+        UnsupportedModel where the small model cannot draft."""
         if self.small:
-            self.fit = fit_small(self.path, self.small, target)
+            if not target.can_draft:
+                raise UnsupportedModel(
+                    f"--draft: rejected drafts cannot be rolled back in the {target.layout} layout"
+                    " of this model; leave --draft out"
+                )
+            try:
+                self.fit = find_layout(self.small, "rows")
+            except UnsupportedModel as error:
+                raise UnsupportedModel(
+                    f"{self.path} cannot draft: {error}; give another --draft"
+                ) from error
         if self.head and not (target.can_draft and target.trunk):
             log.warning("decoding without a head: this model cannot use one here")
             self.drop_head()

@@ -6,32 +6,15 @@ both. What a step in flight will bring is taken lazily from it.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import mlx.core as mx
 from mlx.core import array as Array
-from mlx.nn import Module
 
 from mlxspec.model.batch import Shift, build_inputs, starts_of
-from mlxspec.model.layout import LayoutChoice, find_layout
 from mlxspec.model.runner import Runner, flat_caches
 from mlxspec.speculate.chain import MAX_DEPTH, Chain
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows, unchanged
-from mlxspec.types import UNLIMITED, Plan, Seq, UnsupportedModel, UserError
-
-
-def fit_small(path: Path, model: Module, target: LayoutChoice) -> LayoutChoice:
-    """How the loaded model of `path` runs. Raises UnsupportedModel where it cannot draft, or
-    where `target` cannot roll drafts back."""
-    if not target.can_draft:
-        raise UnsupportedModel(
-            f"--draft: rejected drafts cannot be rolled back in the {target.layout} layout of this"
-            " model; leave --draft out"
-        )
-    try:
-        return find_layout(model, "rows")
-    except UserError as error:
-        raise UnsupportedModel(f"{path} cannot draft: {error}; give another --draft") from error
+from mlxspec.types import UNLIMITED, Plan, Seq
 
 
 @dataclass(frozen=True, slots=True)

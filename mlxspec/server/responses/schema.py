@@ -43,21 +43,26 @@ class Text(Strict):
     format: TextFormat = TextFormat(type="text")
 
 
-class Tool(Strict):
-    """A tool, or a choice of one. `parameters` is the JSON schema of a function's arguments; a
-    custom tool takes plain text instead, by the grammar in `format`."""
-
-    type: Literal["function", "custom"]
+class Named(Strict):
     name: str
     namespace: str | None = None
-    description: str = ""
-    parameters: Json = Field(default={"type": "object", "properties": {}})
-    format: Json = Field(default={})
 
     @property
     def full_name(self) -> str:
         """Its name in the prompt, which has no namespaces."""
-        return full_name(self.namespace, self.name)
+        if self.namespace:
+            return f"{self.namespace.rstrip('_')}__{self.name}"
+        return self.name
+
+
+class Tool(Named):
+    """A tool, or a choice of one. `parameters` is the JSON schema of a function's arguments; a
+    custom tool takes plain text instead, by the grammar in `format`."""
+
+    type: Literal["function", "custom"]
+    description: str = ""
+    parameters: Json = Field(default={"type": "object", "properties": {}})
+    format: Json = Field(default={})
 
     @property
     def definition(self) -> Json:
@@ -72,10 +77,6 @@ class Tool(Strict):
             parameters = {"type": "object", "properties": text, "required": ["input"]}
         function = {"name": self.full_name, "description": self.description}
         return {"type": "function", "function": {**function, "parameters": parameters}}
-
-
-def full_name(namespace: str | None, name: str) -> str:
-    return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
 class Namespace(Strict):
@@ -166,12 +167,10 @@ class ReasoningItem(Strict):
         return {"role": "assistant", "reasoning_content": text}
 
 
-class ToolCall(Strict):
+class ToolCall(Named):
     """Of a function, with `arguments`, or of a custom tool, with `input`."""
 
     call_id: str
-    name: str
-    namespace: str | None = None
     arguments: str = ""
     input: str | None = None
 
@@ -179,7 +178,7 @@ class ToolCall(Strict):
         arguments = self.arguments
         if self.input is not None:
             arguments = json.dumps({"input": self.input}, ensure_ascii=False)
-        call = Call(self.call_id, full_name(self.namespace, self.name), arguments)
+        call = Call(self.call_id, self.full_name, arguments)
         return {"role": "assistant", "tool_calls": [spelled(call)]}
 
 

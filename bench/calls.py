@@ -133,7 +133,7 @@ def main() -> None:
         while engine.busy:
             tokens += [t for output in engine.step() for t in output.tokens]
         text = tokenizer.decode([t for t in tokens if t not in ends])
-        reader = OutputParser(tokenizer, case.tools, prompt.thinking, lambda: "id")
+        reader = OutputParser(tokenizer, case.tools, prompt.thinking)
         reader.feed(text)
         reader.finish()
         made = [(call.name, json.loads(call.arguments)) for call in reader.calls]

@@ -555,7 +555,7 @@ def parts_of(
     tokenizer: Any, text: str, cuts: list[int], thinking: bool = False
 ) -> list[tuple[str, str]]:
     """Kinds and texts, neighbours of one kind joined."""
-    reader, made = OutputParser(tokenizer, TOOLS, thinking, lambda: "id"), []
+    reader, made = OutputParser(tokenizer, TOOLS, thinking), []
     for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
         made += reader.feed(text[a:b])
     found: list[tuple[str, str]] = []
@@ -630,7 +630,7 @@ def grows(work: Callable[[int], object], small: int) -> float:
 @pytest.mark.parametrize("unit", ["<", "{", "\\", " ", "</", "<tool_call>", "<tool_call>{"])
 def test_reading_an_answer_takes_linear_time(tokenizer: Any, unit: str) -> None:
     def work(n: int) -> None:
-        reader = OutputParser(tokenizer, TOOLS, False, lambda: "id")
+        reader = OutputParser(tokenizer, TOOLS, False)
         for _ in range(n // 8):
             reader.feed(unit * 8)
         reader.finish()

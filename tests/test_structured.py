@@ -120,7 +120,7 @@ def test_a_call_that_is_asked_for_is_made(served: tuple[Engine, Any]) -> None:
         for i in range(8)
     ]
     for tokens in answers(engine, requests).values():
-        reader = OutputParser(t, TOOLS, False, lambda: "id")
+        reader = OutputParser(t, TOOLS, False)
         parts = reader.feed(t.decode(tokens[:-1])) + reader.finish()
         [call] = reader.calls
         assert parts[0].opens and parts[-1].ends and parts[0].call is parts[-1].call is call

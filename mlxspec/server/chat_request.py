@@ -84,7 +84,6 @@ def chat_generation(generation: Generation, chat: ChatRequest) -> Generation:
             model.tokenizer,
             tools,
             bool(prompt.thinking),
-            _call_id,
             constrained,
         )
         generation.choices.append(Choice(i, request, reader, parts, single))
@@ -92,10 +91,6 @@ def chat_generation(generation: Generation, chat: ChatRequest) -> Generation:
     remember_all = partial(_remember, model, talk, prompt, generation.choices)
     generation.on_done = partial(model.server.later, remember_all)
     return generation
-
-
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices: Choices) -> None:

@@ -6,7 +6,7 @@ one. Markers are mlx-lm's, and the white space around them goes with them.
 """
 
 import re
-from collections.abc import Callable
+import secrets
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,13 +65,12 @@ class Part:
 @dataclass
 class OutputParser:
     """The parser of one answer. Without `tools`, what looks like a call is content. `thinking`: the
-    prompt has opened the reasoning. `new_id` makes the id of a call. `constrained`: the answer
-    follows a grammar, so calls have their tags and none interrupts the reasoning."""
+    prompt has opened the reasoning. `constrained`: the answer follows a grammar, so calls have
+    their tags and none interrupts the reasoning."""
 
     tokenizer: TokenizerWrapper
     tools: Tools
     thinking: bool
-    new_id: Callable[[], str]
     constrained: bool = False
 
     def __post_init__(self) -> None:
@@ -201,7 +200,7 @@ class OutputParser:
                 self._reader, self._held = None, reader.rest
 
     def _open_call(self, name: str) -> None:
-        self.calls.append(Call(self.new_id(), name, ""))
+        self.calls.append(Call(f"call_{secrets.token_hex(12)}", name, ""))
         self._add_to_call("", opens=True)
 
     def _add_to_call(self, arguments: str, opens: bool = False, ends: bool = False) -> None:

@@ -38,7 +38,7 @@ def choice(
     parts: bool = False,
     request: Request = ASKED,
 ) -> Choice:
-    read = OutputParser(tokenizer, (), False, str) if parts else None
+    read = OutputParser(tokenizer, (), False) if parts else None
     return Choice(index, request, Detokenizer(tokenizer, stop, frozenset({END})), read)
 
 

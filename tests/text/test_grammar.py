@@ -354,7 +354,7 @@ def called(g: Grammars, some: Any, name: str | None, single: bool, seed: int) ->
     tokens = []
     for token in walk(g, make(), random.Random(seed), 60):
         tokens.append(token)
-    reader = OutputParser(g.tokenizer, some, False, lambda: "id", constrained=True)
+    reader = OutputParser(g.tokenizer, some, False, constrained=True)
     parts = reader.feed(text(g, tokens)) + reader.finish()
     assert parts and all(part.call for part in parts), "nothing but calls"
     return [(call.name, json.loads(call.arguments)) for call in reader.calls]

@@ -1,6 +1,5 @@
 """What was generated comes back token for token, and only there."""
 
-import itertools
 import json
 from typing import Any
 
@@ -39,7 +38,7 @@ class Session:
     """A client and the server's memory; `say` is what the model generates next."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.history, self.ids = tokenizer, History(), itertools.count()
+        self.tokenizer, self.history = tokenizer, History()
         self.messages: list[Any] = [{"role": "user", "content": "hello"}]
 
     def prompt(self) -> Any:
@@ -50,7 +49,7 @@ class Session:
     def say(self, text: str) -> list[int]:
         """The tokens of prompt and answer; the client keeps the answer as it read it."""
         prompt, made = self.prompt(), letters(self.tokenizer, text + END)
-        reader = OutputParser(self.tokenizer, TOOLS, False, lambda: f"id{next(self.ids)}")
+        reader = OutputParser(self.tokenizer, TOOLS, False)
         parts = reader.feed(text) + reader.finish()
         said: dict[str, Any] = {"role": "assistant"}
         said["content"] = "".join(p.text for p in parts if p.kind == "content")

@@ -45,10 +45,11 @@ def parts_of(
     tokenizer: Any, pieces: Any, tools: Any = TOOLS, thinking: bool = False, cut: bool = False
 ) -> list[Part]:
     """The parts of an answer that comes in these pieces."""
-    ids = itertools.count()
-    reader = OutputParser(tokenizer, tools, thinking, lambda: f"id{next(ids)}")
+    reader = OutputParser(tokenizer, tools, thinking)
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish(cut)
     assert reader.calls == [part.call for part in parts if part.opens]
+    for i, call in enumerate(reader.calls):
+        call.id = f"id{i}"
     return parts
 
 
@@ -240,7 +241,7 @@ def test_why_a_call_is_text_is_logged(hermes: Any, caplog: pytest.LogCaptureFixt
 
 
 def test_content_is_shown_as_it_comes(hermes: Any) -> None:
-    reader = OutputParser(hermes, TOOLS, False, str)
+    reader = OutputParser(hermes, TOOLS, False)
     assert reader.feed("Hello wor") == [Part("content", "Hello wor")]
     assert reader.feed("ld <tool") == [Part("content", "ld")], (
         "what may be a marker waits, with the space"
@@ -297,7 +298,7 @@ def test_what_only_looks_like_a_marker_is_text(hermes: Any, text: str, want: Any
 
 def test_under_a_grammar_there_are_no_calls_but_those_with_tags(hermes: Any) -> None:
     def ruled(text: str) -> list[tuple[str, str]]:
-        reader = OutputParser(hermes, TOOLS, True, str, constrained=True)
+        reader = OutputParser(hermes, TOOLS, True, constrained=True)
         parts = [*reader.feed(text), *reader.finish()]
         return [(p.kind, p.call.name if p.call else p.text) for p in parts if p.opens or not p.call]
 

@@ -27,7 +27,7 @@ from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
 from mlxspec.server.ollama import endpoints as ollama
 from mlxspec.server.openai import endpoints as openai
-from mlxspec.server.openai.schema import RENDERING
+from mlxspec.server.openai.schema import RENDERING, TemplateFields
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import protect
 from mlxspec.server.state import Model, ServerState, run_on_text_thread, while_connected
@@ -156,7 +156,7 @@ async def load(http: HttpRequest) -> Response:
     return JSONResponse({**_model(server.worker.models[name]), "seconds": seconds})
 
 
-class Tokenize(Strict):
+class Tokenize(TemplateFields):
     """Of a prompt or of messages; `add_special_tokens` belongs to the prompt, what follows it to
     the messages."""
 
@@ -168,8 +168,6 @@ class Tokenize(Strict):
     tools: Items | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    reasoning_effort: str | None = None
-    chat_template_kwargs: Json = Field({})
 
 
 async def tokenize(http: HttpRequest) -> Response:
@@ -185,8 +183,7 @@ async def tokenize(http: HttpRequest) -> Response:
 def _tokens(model: Model, body: Tokenize) -> list[int]:
     if body.messages is None:
         return encode_prompt(model, body.prompt or "", body.add_special_tokens)
-    options = {"reasoning_effort": body.reasoning_effort, **body.chat_template_kwargs}
-    chat = ChatRequest(body.messages, body.tools, options=options)
+    chat = ChatRequest(body.messages, body.tools, options=body.options)
     return render_prompt(model, chat, body.add_generation_prompt)[1].ids
 
 

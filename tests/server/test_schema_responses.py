@@ -129,6 +129,12 @@ def test_format(given: Any, format: Format | None) -> None:
     assert body(text={"format": given})[0].format == format
 
 
+def test_an_effort_has_two_names() -> None:
+    want = {"reasoning_effort": "low"}
+    assert body(reasoning_effort="low")[0].options == want
+    assert body(reasoning={"effort": "low"})[0].options == want
+
+
 def test_limits() -> None:
     assert body(max_output_tokens=5)[0].limit == 5
     assert body(max_output_tokens=5, max_tokens=3)[0].limit == 5

@@ -33,13 +33,11 @@ KINDS: dict[str, type[Completion]] = {
 
 async def chat(http: HttpRequest) -> ASGIApp:
     body, model = await receive(http, Chat)
-    effort = body.reasoning_effort or body.reasoning.effort
-    options = {"reasoning_effort": effort, **body.chat_template_kwargs}
     asked = ChatRequest(
         body.messages,
         body.tools,
         body.tool_choice,
-        options=options,
+        options=body.options,
         budget=body.reasoning.max_tokens,
     )
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")

@@ -166,6 +166,20 @@ class Reasoning(Strict):
     max_tokens: int = BUDGET
 
 
+class TemplateFields(Strict):
+    """What a chat template reads beside messages and tools."""
+
+    reasoning_effort: str | None = None
+    reasoning: Reasoning = Reasoning()
+    chat_template_kwargs: Json = Field({})
+
+    @property
+    def options(self) -> Json:
+        """Variables of the template; of two values the one of `chat_template_kwargs`."""
+        effort = self.reasoning_effort or self.reasoning.effort
+        return {"reasoning_effort": effort, **self.chat_template_kwargs}
+
+
 class NamedTool(Strict):
     type: str = "function"
     full_name: str = Field(validation_alias=AliasPath("function", "name"))
@@ -178,13 +192,10 @@ def _name(tool: Any) -> Any:
     return None
 
 
-class Chat(Common):
+class Chat(Common, TemplateFields):
     messages: Annotated[Items, Field(min_length=1), READABLE]
     logprobs: bool = False
     top_logprobs: Tops | None = None
-    reasoning_effort: str | None = None
-    reasoning: Reasoning = Reasoning()
-    chat_template_kwargs: Json = Field({})
     tools: Items | None = None
     functions: Items | None = None  # the form before tools, in which an answer has one call at most
     function_call: Any = None

@@ -112,12 +112,11 @@ async def create(http: HttpRequest) -> ASGIApp:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    options = {"reasoning_effort": body.reasoning.effort, **body.chat_template_kwargs}
     asked = ChatRequest(
         messages,
         [tool.definition for tool in tools.values()],
         body.tool_choice,
-        options=options,
+        options=body.options,
         source="input",
         budget=body.reasoning.max_tokens,
     )

@@ -96,7 +96,7 @@ class Reasoning(openai.Reasoning):
     summary: str | None = None
 
 
-class Create(openai.Common):
+class Create(openai.Common, openai.TemplateFields):
     n: Literal[1] = 1
     input: Annotated[Objects, Field(min_length=1), READABLE, BeforeValidator(_message)]
     instructions: str | None = None
@@ -108,7 +108,6 @@ class Create(openai.Common):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
-    chat_template_kwargs: Json = Field({})
 
     @property
     def format(self) -> Format | None:

@@ -38,8 +38,6 @@ ALIASES = ("default", "local")
 # Beginnings of names that are built into agents; they mean the default model.
 FAMILIES = ("claude-", "gpt-", "text-embedding-")
 
-STATES = ("writing", "reading", "waiting")  # decoding, in prefill, queued
-
 Row = Json  # figures of one generation, made by Generation._row
 
 
@@ -77,12 +75,6 @@ class ServerState:
     models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: int = 0  # that somebody waits for
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
-
-    def rows(self) -> list[Row]:
-        """All rows by state, then the finished ones; newest first within each."""
-        live = [make() for make in reversed(self.live.values())]
-        live.sort(key=lambda row: STATES.index(row["state"]))
-        return [*live, *self.finished]
 
     def unwell(self) -> str:
         """Why the server is unhealthy, "" if it is healthy."""

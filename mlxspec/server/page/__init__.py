@@ -49,8 +49,10 @@ async def now(http: HttpRequest) -> Response:
 
 
 def snapshot(server: ServerState) -> Json:
-    """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
+    """All that the page shows: counters since the start, bytes, seconds of the monotonic clock.
+    Of the requests those that run come first, the newest first."""
     worker, models = server.worker, list(server.worker.models.values())
+    live = [make() for make in reversed(server.live.values())]
     process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
     return {
         "version": __version__,
@@ -62,6 +64,6 @@ def snapshot(server: ServerState) -> Json:
         "models": [asdict(one) for one in models],
         "process": process,
         "refused": server.metrics.refused,
-        "requests": server.rows(),
+        "requests": [*live, *server.finished],
         "kernels": {name: asdict(one) for name, one in list(KERNELS.verdicts.items())},
     }

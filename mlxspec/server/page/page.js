@@ -9,6 +9,7 @@ const KEY = "mlxspec-key"; // in sessionStorage: gone with the tab
 const RECENT = 10, ACCEPT = 60; // seconds covered by the gauges and the table of drafts
 const BANDS = [[1, 1], [2, 2], [3, 3], [4, 4], [5, 6], [7, 8], [9, 12], [13, 16], [17, 99]];
 const PRESSURE = ["normal", "short", "very short"];
+const STATES = ["writing", "reading", "waiting"]; // decoding, in prefill, queued
 
 const WAITING = 8; // rows of waiting requests; the rest is counted
 
@@ -249,6 +250,7 @@ function requests(now) {
   head.push(["Prompt", "n"], ["Cached", "n hit"], ["Out", "n"], ["Tokens/s", "n"]);
   head.push(["Per round", "n far"], ["Kept", "n far"], ["First", "n far"], ["Time", "n"], ["End", "end"]);
   const live = now.requests.filter((r) => !r.outcome), ended = now.requests.slice(live.length);
+  live.sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state)); // the newest first within each
   const wait = live.filter((r) => r.state === "waiting").length, hidden = Math.max(0, wait - WAITING);
   const more = [hidden && `${count(hidden)} more wait`, refused.length && `refused: ${refused.join(", ")}`];
   put($("refused"), more.filter(Boolean).join("; "));

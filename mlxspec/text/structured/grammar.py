@@ -89,41 +89,21 @@ class Grammars:
     def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
         """A function that makes a matcher for one answer. `thinking`: the prompt has opened the
         reasoning; None: the answer may open it."""
-        key = (lark, thinking)
-        compile_again = partial(self._compile, lark, thinking, where)
-        matcher = self._compiled.pop(key, None)
-        if matcher is None or _warm_error(matcher):  # copies share a lexer, and so an error
-            matcher = compile_again()
-        self._compiled[key] = matcher
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        vocabulary = self._tokens(where)
-        return lambda: GrammarMatcher(matcher.deep_copy(), compile_again, vocabulary)
-
-    def _compile(self, lark: str, thinking: bool | None, where: str) -> LLMatcher:
-        if len(lark) > MAX_BYTES:
-            raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
-        known = self._tokens(where)
-        for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
-            parts = [
-                {"lark_grammar": known.reasoning(before)},
-                {"name": "answer", "lark_grammar": lark},
-            ]
-            grammar = json.dumps({"grammars": parts})
-            matcher = LLMatcher(known.inner, grammar, log_level=0, limits=LIMITS)
-            problem = _warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
-            if problem:
-                raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
-        return matcher
-
-    def _tokens(self, where: str) -> "Vocabulary":
         if self._vocabulary is None:
             try:
                 self._vocabulary = Vocabulary(self.tokenizer, self.vocab)
             except BaseException as error:  # a panic of Rust code is no Exception
                 why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
                 raise rejected(where, f"{why}; leave it out") from error
-        return self._vocabulary
+        vocabulary, key = self._vocabulary, (lark, thinking)
+        compile_again = partial(vocabulary.compile, lark, thinking, where)
+        matcher = self._compiled.pop(key, None)
+        if matcher is None or _warm_error(matcher):  # copies share a lexer, and so an error
+            matcher = compile_again()
+        self._compiled[key] = matcher
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return lambda: GrammarMatcher(matcher.deep_copy(), compile_again, vocabulary)
 
 
 class Vocabulary:
@@ -162,6 +142,22 @@ class Vocabulary:
             opener = " ".join(f"<[{token}]>" for token in self._tokenizer.think_start_tokens)
             think = f"({opener} {think})?"
         return f"start: {think} @answer\nBLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
+
+    def compile(self, lark: str, thinking: bool | None, where: str) -> LLMatcher:
+        """The matcher of a grammar of this field. Raises RejectedRequest."""
+        if len(lark) > MAX_BYTES:
+            raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
+        for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
+            parts = [
+                {"lark_grammar": self.reasoning(before)},
+                {"name": "answer", "lark_grammar": lark},
+            ]
+            grammar = json.dumps({"grammars": parts})
+            matcher = LLMatcher(self.inner, grammar, log_level=0, limits=LIMITS)
+            problem = _warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
+            if problem:
+                raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
+        return matcher
 
 
 @dataclass(slots=True)

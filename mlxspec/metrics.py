@@ -88,11 +88,6 @@ class Metrics:
         self.refused = Counter[str]()  # requests answered with an error, by status
         self.registry.register(self)
 
-    def between(self, model: str, seconds: float, tokens: int) -> None:
-        """Record `tokens` that came together, `seconds` after those before them."""
-        for _ in range(tokens):
-            self.between_tokens.labels(model).observe(seconds / tokens)
-
     def collect(self) -> Iterator[Metric]:
         """The engine's part; the registry calls it."""
         served = self.models()

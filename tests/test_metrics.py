@@ -100,7 +100,8 @@ def test_without_speculation() -> None:
 def test_histograms_and_refusals() -> None:
     metrics = Metrics(lambda: of(Stats()))
     metrics.first_token.labels("tiny").observe(0.2)
-    metrics.between("tiny", 0.3, 3)
+    for _ in range(3):
+        metrics.between_tokens.labels("tiny").observe(0.1)
     metrics.duration.labels("tiny", "stop").observe(1.5)
     metrics.refused["429"] += 1
     shown = page(metrics)

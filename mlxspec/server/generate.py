@@ -144,8 +144,9 @@ class Generation:
                 self.first = now
                 server.metrics.first_token.labels(self.model.name).observe(now)
             elif choice.index in self.last:
-                seconds = now - self.last[choice.index]
-                server.metrics.between(self.model.name, seconds, len(output.tokens))
+                gap = (now - self.last[choice.index]) / len(output.tokens)
+                for _ in output.tokens:  # which came together
+                    server.metrics.between_tokens.labels(self.model.name).observe(gap)
             self.last[choice.index] = now
         if choice.finish is not None and output.finish is None:
             server.worker.abort(output.request, output.index)

@@ -158,7 +158,6 @@ class Generation:
         made = stream.usage(self.choices)
         made.first, made.seconds = self.first, time.monotonic() - self.arrived
         if self.first:
-            made.state = "writing"
             seconds = max(self.last.values()) - self.first
             if seconds > 0:
                 made.rate = (made.generated - len(self.last)) / seconds
@@ -168,7 +167,6 @@ class Generation:
         running = {id: counts for id, *counts in reversed(stats.running_requests)}
         matched = [running[request.id] for request in self.requests if request.id in running]
         if matched:
-            made.state = "reading"
             made.cached, made.read = map(sum, zip(*matched, strict=True))
         return made
 

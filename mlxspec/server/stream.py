@@ -7,7 +7,7 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mlxspec.server.errors import ApiError, Json, unavailable
 from mlxspec.text.detokenizer import Detokenizer
@@ -135,7 +135,6 @@ class Usage:
     seconds: float = 0.0
     read: int = 0
     rate: float = 0.0
-    state: Literal["writing", "reading", "waiting"] = "waiting"
 
 
 class ResponseWriter(Protocol):

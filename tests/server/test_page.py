@@ -176,7 +176,7 @@ async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     [row] = now["requests"]
     names = "id model prompt cached read generated rounds drafted kept"
-    names += " first seconds rate outcome state"
+    names += " first seconds rate outcome"
     assert set(row) == {*names.split()}
     assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row[
         "prompt"
@@ -223,19 +223,19 @@ async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
     await s.engine.until(lambda: s.engine.submitted)
     [row] = (await snapshot(s))["requests"]
     assert (row["outcome"], row["first"], row["generated"]) == ("", 0.0, 0)
-    assert (row["state"], row["cached"]) == ("waiting", 0)
+    assert (row["read"], row["cached"]) == (0, 0)
     s.engine.running_requests = (
         (s.engine.submitted[-1].id, 3, 8),
         (s.engine.submitted[-1].id, 9, 0),
         ("other", 5, 6),
     )
     [row] = (await snapshot(s))["requests"]
-    assert (row["state"], row["cached"], row["read"], row["first"]) == ("reading", 3, 8, 0.0)
+    assert (row["cached"], row["read"], row["first"]) == (3, 8, 0.0)
     s.engine.push("world")
     await chat.until(b"world")
     now = await snapshot(s)
     [row] = now["requests"]
-    assert row["state"] == "writing"
+    assert row["read"] == 0
     assert row["outcome"] == "" and row["first"] > 0 and row["cached"] == 3 and row["generated"] > 0
     assert "hello" not in json.dumps(now) and "world" not in json.dumps(now)
     chat.leave()
@@ -254,7 +254,7 @@ async def test_what_has_ended_is_bounded(make: Make) -> None:
 
 def test_what_runs_comes_first(make: Make) -> None:
     """However much has ended."""
-    row = {"id": "a", "outcome": "", "state": "waiting"}
+    row = {"id": "a", "outcome": ""}
     book, running = make().app.state.server, state.MAX_FINISHED + 9
     for i in range(running):
         book.live[str(i)] = lambda i=i: row | {"id": str(i)}

@@ -388,10 +388,9 @@ def test_no_cell_is_cut_on_a_narrow_screen(chromium: Any, base: str) -> None:
         "seconds": 1234.5,
         "rate": 123.4,
         "outcome": "tool_calls",
-        "state": "writing",
     }
     rows = [row | {"id": f"chatcmpl-{n:024x}"} for n in range(3)]
-    rows.insert(0, rows[0] | {"id": "chatcmpl-x", "outcome": "", "state": "reading", "first": 0.0})
+    rows.insert(0, rows[0] | {"id": "chatcmpl-x", "outcome": "", "first": 0.0, "read": 120_000})
     name = "paged_attention float32 9/3x64 block 32"
     kernel: dict[str, Any] = {
         "way": "tall",

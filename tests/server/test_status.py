@@ -138,7 +138,6 @@ ROW = {
     "seconds": 2.0,
     "rate": 15.0,
     "outcome": "",
-    "state": "waiting",
 }
 STATES: dict[str, tuple[Stats | None, Change]] = {
     "busy": (None, lambda made: made.app.state.server.live.update(a=lambda: ROW)),

@@ -250,8 +250,8 @@ function requests(now) {
   head.push(["Prompt", "n"], ["Cached", "n hit"], ["Out", "n"], ["Tokens/s", "n"]);
   head.push(["Per round", "n far"], ["Kept", "n far"], ["First", "n far"], ["Time", "n"], ["End", "end"]);
   const live = now.requests.filter((r) => !r.outcome), ended = now.requests.slice(live.length);
-  live.sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state)); // the newest first within each
-  const wait = live.filter((r) => r.state === "waiting").length, hidden = Math.max(0, wait - WAITING);
+  live.sort((a, b) => STATES.indexOf(stateOf(a)) - STATES.indexOf(stateOf(b))); // the newest first within each
+  const wait = live.filter((r) => stateOf(r) === "waiting").length, hidden = Math.max(0, wait - WAITING);
   const more = [hidden && `${count(hidden)} more wait`, refused.length && `refused: ${refused.join(", ")}`];
   put($("refused"), more.filter(Boolean).join("; "));
   const shown = [...live.slice(0, live.length - hidden), ...ended];
@@ -266,7 +266,7 @@ function requests(now) {
     ...(many ? [r.model] : []),
     count(r.prompt),
     (cell) => {
-      if (!r.outcome && r.state === "waiting") return void (cell.textContent = "–");
+      if (!r.outcome && stateOf(r) === "waiting") return void (cell.textContent = "–");
       const bar = element(element(cell, "span", "meter"), "span");
       bar.style.width = `${r.prompt ? (100 * r.cached) / r.prompt : 0}%`;
       element(cell, "span", "", percent(r.cached, r.prompt));
@@ -278,12 +278,13 @@ function requests(now) {
     percent(r.kept, r.drafted),
     r.first ? seconds(r.first) : "–",
     seconds(r.seconds),
-    (cell) => element(cell, "span", `end-${r.outcome.split(",")[0] || "live"}`, r.outcome || stateOf(r)),
+    (cell) => element(cell, "span", `end-${r.outcome.split(",")[0] || "live"}`, r.outcome || progressOf(r)),
   ]);
   table($("requests"), head, rows, "No request came yet.", shown.map((r) => r.id));
 }
 
-const stateOf = (r) => (r.read ? `${r.state} ${percent(r.read, r.prompt)}` : r.state);
+const stateOf = (r) => (r.first ? "writing" : r.read ? "reading" : "waiting");
+const progressOf = (r) => (r.read ? `reading ${percent(r.read, r.prompt)}` : stateOf(r));
 
 function kernels(now) {
   const head = [["Kernel and shape", "name"], ["Version", "end"], ["Rows", "n"], ["Gain by rows", "gain"], ["", "why"]];

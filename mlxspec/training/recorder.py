@@ -4,17 +4,15 @@ Rule: token ids only, in files that only their owner may read. The server never 
 cannot be written is lost.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
 
+from mlxspec import log
 from mlxspec.files import lock
 from mlxspec.model.hub import storage_name
 from mlxspec.training.samples import Sample, SampleFile, key_of
-
-log = logging.getLogger("mlxspec")
 
 FILE_BYTES = 32 << 20  # of a file; a model has two, and the older one is replaced
 LENGTH = 4096  # most tokens of a sample

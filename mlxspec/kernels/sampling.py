@@ -58,13 +58,28 @@ def sample_accept(
     case = sample_accept_case(vocab, logits.dtype)
     if not (unproven or KERNELS.variant(case.name, rows)):
         return reference.sample_accept(logits, draws, inputs, drafts)
-    parts = _parts(logits, draws)
-    ids = parts[1] if inputs is None else inputs  # where nothing is read, any array will do
+    params = _params(draws)
+    # Where nothing is read, any array will do.
+    floor = params.view(mx.float32) if draws.min_logits is None else draws.min_logits
+    shift = params if draws.shift is None else draws.shift.astype(mx.uint32)
+    masks = reference.mask_rows(draws.masks, vocab if any(draws.masks) else 0)
+    count = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
+    parts = PART(  # the highest value and its token in each part of the vocabulary
+        [logits, params, mx.array(masks), floor, shift],
+        (32 * SIMDS * ceil(count / SIMDS), rows, 1),
+        (32 * SIMDS, 1, 1),
+        [(rows, count), (rows, count)],
+        [mx.uint32, mx.uint32],
+        T=logits.dtype,
+        PAIRS=PAIRS,
+        PARTS=count,
+    )
+    ids = parts[1] if inputs is None else inputs
     entries = []
     row = 0
-    for first, count in drafts or [(0, 0) for _ in range(rows)]:
-        entries.append((row, 1 + count, first, 0))
-        row += 1 + count
+    for first, length in drafts or [(0, 0) for _ in range(rows)]:
+        entries.append((row, 1 + length, first, 0))
+        row += 1 + length
     tokens, accepted = MERGE(
         [*parts, mx.array(entries), ids.view(mx.int32)],
         (32 * len(entries), 1, 1),
@@ -73,26 +88,6 @@ def sample_accept(
         [mx.int32, mx.int32],
     )
     return tokens, accepted if drafts else None
-
-
-def _parts(logits: Array, draws: Draws) -> list[Array]:
-    """The highest value and its token in each part of the vocabulary, uint32 [R, parts] each."""
-    rows, vocab = logits.shape
-    parts = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
-    params = _params(draws)
-    floor = params.view(mx.float32) if draws.min_logits is None else draws.min_logits
-    shift = params if draws.shift is None else draws.shift.astype(mx.uint32)
-    masks = reference.mask_rows(draws.masks, vocab if any(draws.masks) else 0)
-    return PART(
-        [logits, params, mx.array(masks), floor, shift],
-        (32 * SIMDS * ceil(parts / SIMDS), rows, 1),
-        (32 * SIMDS, 1, 1),
-        [(rows, parts), (rows, parts)],
-        [mx.uint32, mx.uint32],
-        T=logits.dtype,
-        PAIRS=PAIRS,
-        PARTS=parts,
-    )
 
 
 def _params(draws: Draws) -> Array:

@@ -53,6 +53,7 @@ class Generation:
         self._submit()
         headers = {"x-request-id": id, "request-id": id}
         self.model.server.live[id] = self._row
+        failed = False
         try:
             if self.body.stream:
                 response = StreamingResponse(self._events(), 200, headers | STREAM, self.media)
@@ -62,8 +63,11 @@ class Generation:
                 await JSONResponse(body, headers=headers)(scope, receive, send)
         except ClientDisconnect:
             pass
+        except Exception:
+            failed = True
+            raise
         finally:
-            self._finish()
+            self._finish(failed)
 
     def _submit(self) -> None:
         """Queue all requests or none. Raises ApiError, Busy and Dead."""
@@ -179,8 +183,9 @@ class Generation:
             **asdict(self._usage()),
         }
 
-    def _finish(self) -> None:
-        """Abort what still runs; record what has finished; count, list and log the answer."""
+    def _finish(self, failed: bool) -> None:
+        """Abort what still runs; record what has finished; count, list and log the answer.
+        `failed`: it could not be written."""
         server, name = self.model.server, self.model.name
         for id in {choice.request.id for choice in self.choices if choice.finish is None}:
             server.worker.abort(id)
@@ -189,6 +194,8 @@ class Generation:
                 server.recorder.add(name, choice.request.prompt, choice.ids)
         # By the alphabet, so that failures come first.
         outcomes = sorted({choice.finish or "gone" for choice in self.choices})
+        if failed:
+            outcomes = ["error"]
         usage, outcome = self._usage(), ",".join(outcomes)
         del server.live[self.writer.id]
         server.finished.appendleft(self._row(outcome))

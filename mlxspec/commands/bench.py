@@ -6,7 +6,6 @@ step times and acceptance rates are kept, as in a server.
 
 import inspect
 import pkgutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from rich.progress import track
 from mlxspec import blas
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
-from mlxspec.types import Output, Request, Sampling
+from mlxspec.types import Request, Sampling
 
 blas.load()
 
@@ -26,6 +25,7 @@ from mlxspec.engine.engine import Engine  # noqa: E402  after BLAS
 from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
+from mlxspec.training.collect import Answer, answers_to, tokens_of  # noqa: E402
 
 # Code of the standard library of 40 to 120 lines, a name in it, a new name.
 RENAMES = """
@@ -118,14 +118,8 @@ def edits() -> list[Task]:
     return tasks
 
 
-# Outputs with tokens of one prompt, each after its time in seconds from the start.
-Answer = list[tuple[float, Output]]
 # Of each prompt: its name, and its answers without speculation and with it.
 Pairs = list[tuple[str, Answer, Answer]]
-
-
-def tokens_of(answer: Answer) -> list[int]:
-    return [token for _, output in answer for token in output.tokens]
 
 
 def seconds(answer: Answer) -> float:
@@ -167,17 +161,7 @@ def run_group(
     """Run the requests at the same time. Raises InvalidRequest for a prompt that is too long."""
     engine.proposer = speculator
     engine.reset()
-    answers: dict[str, Answer] = {request.id: [] for request in requests}
-    began = time.perf_counter()
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        for output in engine.step():
-            if output.finish == "error":
-                raise RuntimeError(f"{output.request} failed: {output.error}")
-            if output.tokens:
-                answers[output.request].append((time.perf_counter() - began, output))
-    return answers
+    return {request.id: answer for request, answer in answers_to(engine, requests)}
 
 
 def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
 from mlxspec.speculate.heads.files import HeadFiles  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
-from mlxspec.training.collect import answers_to, collect  # noqa: E402
+from mlxspec.training.collect import answers_to, collect, tokens_of  # noqa: E402
 from mlxspec.training.eagle import new_head  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
 from mlxspec.training.run import (  # noqa: E402
@@ -238,7 +238,7 @@ def _seconds_per_token(engine: Engine) -> float:
     """Of PARALLEL answers at a time."""
     requests = [Request(f"try-{n}", (n + 1, n + 2), TRIED) for n in range(PARALLEL)]
     began = time.perf_counter()
-    tokens = sum(len(answer) for _, answer, _ in answers_to(engine, requests, lambda: None))
+    tokens = sum(len(tokens_of(answer)) for _, answer in answers_to(engine, requests))
     return (time.perf_counter() - began) / tokens
 
 
@@ -292,8 +292,8 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     ]
     tokens = rounds = 0
     with progress("Comparing") as report:
-        for _, answer, last in answers_to(engine, requests, wait):
-            tokens += len(answer)
-            rounds += last.rounds
+        for _, answer in answers_to(engine, requests, wait):
+            tokens += len(tokens_of(answer))
+            rounds += answer[-1][1].rounds
             report(tokens, COMPARED_TOKENS * len(requests))
     return tokens / rounds

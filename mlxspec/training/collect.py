@@ -4,11 +4,19 @@ Rule: answers are handed out in the order of their prompts, and kept when they e
 was stopped goes on with the next one.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from mlxspec.engine.engine import Engine
 from mlxspec.training.samples import Sample, SampleFile
 from mlxspec.types import Output, Request
+
+# Outputs with tokens of one prompt, each after its time in seconds from the start.
+Answer = list[tuple[float, Output]]
+
+
+def tokens_of(answer: Answer) -> list[int]:
+    return [token for _, output in answer for token in output.tokens]
 
 
 def collect(
@@ -24,8 +32,9 @@ def collect(
     answers = answers_to(engine, missing.values(), wait)
     for subject, prompt in prompts:
         while prompt.id not in known:
-            request, new, _ = next(answers)
-            known[request.id] = Sample([*request.prompt, *new], len(request.prompt))
+            request, answer = next(answers)
+            tokens = [*request.prompt, *tokens_of(answer)]
+            known[request.id] = Sample(tokens, len(request.prompt))
             file.append(request.id, known[request.id])
         yield subject, known[prompt.id]
 
@@ -33,20 +42,21 @@ def collect(
 def answers_to(
     engine: Engine,
     requests: Collection[Request],
-    wait: Callable[[], None],
-) -> Iterator[tuple[Request, list[int], Output]]:
-    """Each request when it ends, with the tokens of its answer and its last output. `wait` is
-    called before each step."""
-    running: dict[str, tuple[Request, list[int]]] = {}
+    wait: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Request, Answer]]:
+    """Each request when it ends, with its answer. `wait` is called before each step. Raises
+    InvalidRequest for a prompt that is too long."""
+    running: dict[str, tuple[Request, Answer]] = {}
+    began = time.perf_counter()
     for request in requests:
         running[request.id] = request, []
         engine.add(request)
     while engine.busy:
         wait()
         for output in engine.step():
-            request, tokens = running[output.request]
-            tokens += output.tokens
             if output.finish == "error":
-                raise RuntimeError(f"an answer failed: {output.error}")
+                raise RuntimeError(f"{output.request} failed: {output.error}")
+            _, answer = running[output.request]
+            answer.append((time.perf_counter() - began, output))
             if output.finish:
-                yield request, tokens, output
+                yield running.pop(output.request)

@@ -128,10 +128,13 @@ class Scheduler:
                 decoding |= plan[-1].samples  # its answer begins with this step: it waits as well
             else:
                 seq.deferred += 1
-        for entry in plan:
-            want = min(depths.get(entry.seq, 0), entry.seq.room - 1)
-            if want > 0:
-                entry.depth = self._reserve_draft(entry, want)
+        for e in plan:
+            depth = min(depths.get(e.seq, 0), e.seq.room - 1)
+            if depth > 0:  # as far as blocks are free
+                end = e.start + e.inflight_drafts + e.count
+                need = self.kv.blocks_needed(e.seq, end + depth)
+                self.kv.allocate(e.seq, min(need, self.kv.num_free))
+                e.depth = min(depth, len(e.seq.table) * self.pool.block_size - end)
         return plan
 
     def _add_entry(self, plan: list[Entry], seq: Seq, n: int) -> bool:
@@ -153,14 +156,6 @@ class Scheduler:
         entry = Entry(seq, seq.computed, n, samples, pending=pending, inflight_drafts=drafts)
         plan.append(entry)
         return True
-
-    def _reserve_draft(self, entry: Entry, want: int) -> int:
-        """Reserve blocks for up to `want` drafted tokens, from the free ones only; returns for how
-        many tokens there is room."""
-        end = entry.start + entry.inflight_drafts + entry.count
-        need = self.kv.blocks_needed(entry.seq, end + want)
-        self.kv.allocate(entry.seq, min(need, self.kv.num_free))
-        return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
     def _preempt(self, seq: Seq) -> None:
         """Free its blocks and queue it first; most of them are still cached when it is admitted
@@ -198,7 +193,10 @@ class Scheduler:
             # An embedding needs every row, and the texts of an index would evict conversations.
             sharing = self.sharing and not seq.request.pooling
             match = self.kv.match(seq.tokens) if sharing else PrefixMatch()
-            if self.running and self._blocks_to_start(seq, match) > free:
+            # It takes no free blocks for those that it shares with running sequences.
+            cached = match.tables[0] if match.tables else ()
+            shared = [block for block in cached if block not in self.pool.free_blocks]
+            if self.running and self._lacking(seq) - len(shared) > free:
                 self._blocked, self._blocked_free = seq, free
                 break
             if self.offloader and sharing and self.offloader.start_restore(seq, match):
@@ -218,13 +216,6 @@ class Scheduler:
     def _lacking(self, seq: Seq) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
         return self.kv.blocks_needed(seq, seq.known + 1)
-
-    def _blocks_to_start(self, seq: Seq, match: PrefixMatch) -> int:
-        """Free blocks that a waiting sequence takes: all but those that it shares with running
-        sequences."""
-        cached = match.tables[0] if match.tables else ()
-        shared = [block for block in cached if block not in self.pool.free_blocks]
-        return self._lacking(seq) - len(shared)
 
     def _start(self, seq: Seq, match: PrefixMatch) -> None:
         self.copies += self.kv.allocate_prefix(seq, match)

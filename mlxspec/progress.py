@@ -1,11 +1,9 @@
 """Progress of long work on stderr: a bar on a terminal, elsewhere a log line every two seconds."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import Progress
 
 from mlxspec import log
 
@@ -17,16 +15,24 @@ Report = Callable[[float, float], None]  # (done, total), in any unit
 @contextmanager
 def progress(text: str) -> Iterator[Report]:
     """Yields a function to call with (done, total). Shows nothing before its first call."""
-    console = Console(stderr=True)
-    logged = time.monotonic()
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+    if not sys.stderr.isatty():
+        yield _log_lines(text)
+        return
+    from rich.console import Console  # a server without a terminal starts without it
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(text, total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
-        def report(done: float, total: float) -> None:
-            nonlocal logged
-            bar.update(task, completed=done, total=total, visible=True)
-            if bar.disable and time.monotonic() - logged > LOG_S:
-                logged = time.monotonic()
-                log.info("%s: %.0f %%", text, 100 * done / max(total, 1))
 
-        yield report
+def _log_lines(text: str) -> Report:
+    logged = time.monotonic()
+
+    def report(done: float, total: float) -> None:
+        nonlocal logged
+        if time.monotonic() - logged > LOG_S:
+            logged = time.monotonic()
+            log.info("%s: %.0f %%", text, 100 * done / max(total, 1))
+
+    return report

@@ -37,6 +37,9 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     ("gather", True),
     ("solo", True),
 )
+# Weights are read in so many parts, or in parts of so many bytes: after each part this thread waits
+# some milliseconds for its turn in Python, as another one imports modules meanwhile.
+READS, READ_BYTES = 8, 256 << 20
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DEFAULT_CONTEXT = 8192
@@ -216,15 +219,18 @@ def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
 
 
 def load_weights(model: Module, heard: Callable[[], None] = lambda: None) -> None:
-    """Read the weights into memory, with a progress bar; `heard` is called after each array. Raises
+    """Read the weights into memory, with a progress bar; `heard` is called now and then. Raises
     UnsupportedModel."""
     total = weights(model)
     done = 0
+    arrays = arrays_in(model.parameters())
+    at_once = max(1, len(arrays) // max(READS, total // READ_BYTES))
     try:
         with progress("Loading weights") as report:
-            for array in arrays_in(model.parameters()):
-                mx.eval(array)
-                done += array.nbytes
+            for first in range(0, len(arrays), at_once):
+                part = arrays[first : first + at_once]
+                mx.eval(part)
+                done += sum(array.nbytes for array in part)
                 report(done, total)
                 heard()
     except RuntimeError as error:

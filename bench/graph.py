@@ -18,6 +18,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxspec.kernels import cpu
+
 COMPILE, EVALUATE = mx.compile, mx.eval  # which may be replaced while graphs are read
 VIEWS = {"Broadcast", "BroadcastAxes", "ExpandDims", "Squeeze", "Transpose", "Slice", "Split"}
 PASSING = {"Copy", "CustomTransforms", "Depends", "StopGradient", "NumberOfElements"}
@@ -405,4 +407,6 @@ def on_metal() -> Iterator[list[StandIn]]:
             stack.enter_context(mock.patch.object(mx.fast, name, stand_in))
         stack.enter_context(mock.patch.object(Compiled, "__call__", compiled))
         stack.enter_context(mock.patch.object(mx, "contiguous", stand.contiguous))
+        stack.enter_context(mock.patch.object(cpu, "in_use", lambda: False))
+        stack.enter_context(mock.patch.object(cpu, "multiply", lambda x, weight: x @ weight.T))
         yield stand.made

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 
+from mlxspec.kernels import cpu
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.types import NULL_BLOCK
 
@@ -181,14 +182,15 @@ def paged_attention(a: Attention) -> Array:
     for group in a.groups:
         rows = a.q[group.lo - first : group.hi - first]
         blocks, mask, keep = group.select(a.window)
-        o = mx.fast.scaled_dot_product_attention(
-            rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2),
-            gather(a.keys, blocks, group.block_size, keep, of_k),
-            gather(a.values, blocks, group.block_size, keep, of_v),
-            scale=a.scale,
-            mask=mask,
-            sinks=a.sinks,
-        )
+        q = rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2)
+        k = gather(a.keys, blocks, group.block_size, keep, of_k)
+        v = gather(a.values, blocks, group.block_size, keep, of_v)
+        if group.length <= cpu.FULL and a.sinks is None and cpu.in_use():
+            o = cpu.attention(q, k, v, a.scale, mask)
+        else:
+            o = mx.fast.scaled_dot_product_attention(
+                q, k, v, scale=a.scale, mask=mask, sinks=a.sinks
+            )
         out.append(o.swapaxes(1, 2).flatten(0, 1))
     return mx.concatenate(out)
 

@@ -1,0 +1,66 @@
+"""Products and attention of few rows on a CPU, where drafts and small batches would else cost more
+than their arithmetic.
+
+Rule: float32 alone, which MLX gives to a BLAS. The sizes are those that were fast with OpenBLAS
+(NOTES.md): it packs all weights for each product of several rows, except for a transposed one of
+up to 4, and is at its best with 16.
+"""
+
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.core import array as Array
+
+TRANSPOSED, FULL = 4, 16  # rows
+
+
+def in_use() -> bool:
+    return bool(mx.default_device() == mx.cpu)
+
+
+def multiply(x: Array, weight: Array) -> Array:
+    """x [..., K] times the transposed weight [N, K]: [..., N]."""
+    *batch, k = x.shape
+    count = prod(batch)
+    if not 1 < count < FULL or x.dtype != mx.float32:
+        return x @ weight.T
+    rows = x.reshape(count, k)
+    if count <= TRANSPOSED:
+        y = (weight @ rows.T).T
+    else:
+        y = (mx.pad(rows, [(0, FULL - count), (0, 0)]) @ weight.T)[:count]
+    return y.reshape(*batch, -1)
+
+
+class CpuLinear(nn.Linear):
+    def __call__(self, x: Array) -> Any:
+        y = multiply(x, self.weight)
+        return y + self.bias if "bias" in self else y
+
+
+class CpuEmbedding(nn.Embedding):
+    def as_linear(self, x: Array) -> Any:
+        return multiply(x, self.weight)
+
+
+CLASSES: dict[Any, Any] = {nn.Linear: CpuLinear, nn.Embedding: CpuEmbedding}
+
+
+def attention(q: Array, k: Array, v: Array, scale: float, mask: Array | str | None) -> Array:
+    """softmax(scale * q k^T) v: [B, heads, L, Dv] of q [B, heads, L, D], k [B, kv_heads, S, D] and
+    v [B, kv_heads, S, Dv]. The heads of q that share K and V are rows of one product; MLX's own
+    operation reads these for each of them. `mask`: "causal", or bool [B, 1, L, S]."""
+    batch, heads, length, dim = q.shape
+    kv_heads, slots = k.shape[1:3]
+    rows = (q * scale).reshape(batch, kv_heads, -1, dim)
+    scores = rows @ k.swapaxes(2, 3)
+    if mask is not None:
+        if isinstance(mask, str):
+            mask = mx.tri(length, slots, slots - length, dtype=mx.bool_)[None, None]
+        each = scores.reshape(batch, kv_heads, -1, length, slots)
+        each = mx.where(mask[:, :, None], each, mx.finfo(each.dtype).min)
+        scores = each.reshape(scores.shape)
+    out = mx.softmax(scores, axis=-1, precise=True) @ v
+    return out.reshape(batch, heads, length, -1)

@@ -25,13 +25,13 @@ from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.training.recorder import Recorder
-from mlxspec.types import Busy, ModelInfo, Sampling
+from mlxspec.types import Busy, Dead, ModelInfo, Sampling
 
 T = TypeVar("T")
 
 STALLED_S = 60.0  # without progress while there is work: longer than any healthy step
 LOADING_S = 600.0  # the same while a model is loading
-POLL_S = 0.5  # between checks that the client is there
+POLL_S = 0.5  # between checks that the engine still accepts requests and the client is there
 BODY_S = 60.0  # to receive a request's body
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
@@ -89,14 +89,17 @@ class ServerState:
 
     async def on_text_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` on the text thread, after all that was submitted before. Raises Busy when too
-        much waits, and what `work` raises."""
+        much waits, Dead when the engine stops accepting requests, and what `work` raises."""
         if self.text_jobs >= self.config.max_queue + self.config.max_sequences:
             raise Busy(1)
         calls = [partial(work, *args)]
         job = asyncio.wrap_future(self._text.submit(lambda: calls.pop()()))
         self.text_jobs += 1
         try:
-            return await job
+            while not (await asyncio.wait((job,), timeout=POLL_S))[0]:
+                if self.worker.draining or not self.worker.alive():
+                    raise Dead
+            return job.result()
         finally:
             self.text_jobs -= 1
             job.cancel()

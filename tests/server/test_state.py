@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from mlxspec.config import Config
 from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState, while_connected
-from mlxspec.types import Busy
+from mlxspec.types import Busy, Dead
 from tests.server.scripted import server
 
 pytestmark = pytest.mark.anyio
@@ -85,6 +85,21 @@ async def test_cancelled_text_work_is_freed(state: ServerState) -> None:
     assert state.text_jobs == 1 and not bodies
     gate.set()
     assert await held
+
+
+async def test_text_work_fails_when_the_engine_stops(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: what is rendered then is refused."""
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(state.on_text_thread(gate.wait, 10)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(type(state.worker), "draining", property(lambda self: True))
+    for job in waiting:
+        with pytest.raises(Dead):
+            await asyncio.wait_for(job, 2)
+    assert state.text_jobs == 0
+    gate.set()
 
 
 def connection() -> tuple[HttpRequest, asyncio.Event]:

@@ -71,7 +71,7 @@ def load_engine(
     plan_for(geometry(model, config.kv_bits))
     ranks.gather("planned")  # a rank without memory says so before the others read arrays
     with ranks.reading():
-        load_weights(model, ranks.heard)
+        load_weights(model, ranks.heard if ranks.group else None)
     drafting.load_weights()
     file = cache_file(path, config, ranks)
     cache = _find_layout(path, model, config, file, ranks)

@@ -17,7 +17,7 @@ TRANSPOSED, FULL = 4, 16  # rows
 
 
 def in_use() -> bool:
-    return bool(mx.default_device() == mx.cpu)
+    return mx.default_device() == mx.cpu
 
 
 def multiply(x: Array, weight: Array) -> Array:
@@ -48,6 +48,14 @@ class CpuEmbedding(nn.Embedding):
 CLASSES: dict[Any, Any] = {nn.Linear: CpuLinear, nn.Embedding: CpuEmbedding}
 
 
+def install(model: nn.Module) -> None:
+    """Let a model's layers multiply so, on a CPU. Idempotent. Not where other ranks have a part of
+    it: MLX waited for ever for one that was killed while it computed."""
+    for layer in model.modules():
+        if in_use() and type(layer) in CLASSES:
+            layer.__class__ = CLASSES[type(layer)]
+
+
 def attention(q: Array, k: Array, v: Array, scale: float, mask: Array | str | None) -> Array:
     """softmax(scale * q k^T) v: [B, heads, L, Dv] of q [B, heads, L, D], k [B, kv_heads, S, D] and
     v [B, kv_heads, S, Dv]. The heads of q that share K and V are rows of one product; MLX's own
@@ -60,7 +68,7 @@ def attention(q: Array, k: Array, v: Array, scale: float, mask: Array | str | No
         if isinstance(mask, str):
             mask = mx.tri(length, slots, slots - length, dtype=mx.bool_)[None, None]
         each = scores.reshape(batch, kv_heads, -1, length, slots)
-        each = mx.where(mask[:, :, None], each, mx.finfo(each.dtype).min)
+        each = mx.where(mask[:, None], each, mx.finfo(each.dtype).min)
         scores = each.reshape(scores.shape)
     out = mx.softmax(scores, axis=-1, precise=True) @ v
     return out.reshape(batch, heads, length, -1)

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from mlxspec import log
+from mlxspec.kernels import cpu
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
@@ -108,6 +109,8 @@ def load(path: Path, ranks: Any = None) -> tuple[Module, Json]:
         ) from error
     if ranks:
         split(model, ranks)
+    else:
+        cpu.install(model)
     # Each layer drew initial weights, which are never computed; MLX's random state would keep the
     # graph of all these draws.
     mx.eval(mx.random.state)
@@ -218,13 +221,14 @@ def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
     return CacheBytes(token, tuple(sorted(sizes.items())), state)
 
 
-def load_weights(model: Module, heard: Callable[[], None] = lambda: None) -> None:
-    """Read the weights into memory, with a progress bar; `heard` is called now and then. Raises
-    UnsupportedModel."""
+def load_weights(model: Module, heard: Callable[[], None] | None = None) -> None:
+    """Read the weights into memory, with a progress bar. Where other ranks wait for them, they are
+    read one by one, as MLX may hang on a rank that is lost in between, and `heard` is called after
+    each. Raises UnsupportedModel."""
     total = weights(model)
     done = 0
     arrays = arrays_in(model.parameters())
-    at_once = max(1, len(arrays) // max(READS, total // READ_BYTES))
+    at_once = 1 if heard else max(1, len(arrays) // max(READS, total // READ_BYTES))
     try:
         with progress("Loading weights") as report:
             for first in range(0, len(arrays), at_once):
@@ -232,7 +236,8 @@ def load_weights(model: Module, heard: Callable[[], None] = lambda: None) -> Non
                 mx.eval(part)
                 done += sum(array.nbytes for array in part)
                 report(done, total)
-                heard()
+                if heard:
+                    heard()
     except RuntimeError as error:
         raise UnsupportedModel(f"the weights cannot be read: {error}") from error
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
 
-from mlxspec.kernels import cpu, matmul
+from mlxspec.kernels import matmul
 from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
@@ -55,11 +55,8 @@ CLASSES: dict[Any, Any] = {
 
 
 def install(model: nn.Module) -> None:
-    """Let the model's layers use kernels. Idempotent; changes nothing until kernels are proven,
-    except on a CPU."""
+    """Let the model's layers use kernels. Idempotent; changes nothing until kernels are proven."""
     for layer in model.modules():
-        if cpu.in_use() and type(layer) in cpu.CLASSES:
-            layer.__class__ = cpu.CLASSES[type(layer)]
         if type(layer) in CLASSES and _supported(layer):
             layer.__class__ = CLASSES[type(layer)]
             n, groups = layer.scales.shape

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxspec import log
+from mlxspec.kernels import cpu
 from mlxspec.model import quantized
 from mlxspec.model.cards import head_of
 from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
@@ -62,6 +63,7 @@ def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
         why = f"the head in {path} does not fit: {line_of(error)}"
     else:
         quantized.install(head.module)
+        cpu.install(head.module)
         return head
     log.warning("decoding without a head: %s", why)
     return None

@@ -3,7 +3,7 @@ than their arithmetic.
 
 Rule: float32 alone, which MLX gives to a BLAS. The sizes are those that were fast with OpenBLAS
 (NOTES.md): it packs all weights for each product of several rows, except for a transposed one of
-up to 4, and is at its best with 16.
+up to 3, and is at its best with 16.
 """
 
 from math import prod
@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
 
-TRANSPOSED, FULL = 4, 16  # rows
+TRANSPOSED, FULL = 3, 16  # rows
 
 
 def in_use() -> bool:

@@ -61,6 +61,21 @@ def test_a_slow_model_is_measured_once_at_few_points(
     assert all(times == pytest.approx([r / 8 for r in GRID]) for times in costs.measured)
 
 
+def test_a_disturbed_measurement_makes_no_others_dear(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(
+        module,
+        "time_step",
+        lambda r, t, context, rows: {(64, 2): 9.0}.get((context, rows), rows + context / 64),
+    )
+    low, high = calibrate(runner, table(), CONTEXTS).measured
+    by_rows = dict(zip(GRID, low, strict=True))
+    assert (by_rows[1], by_rows[2], by_rows[4], by_rows[8]) == (2.0, 5.0, 5.0, 9.0)
+    assert all(a <= b for a, b in zip(low, high, strict=True))
+
+
 def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(tiny.model("qwen3_next"), "rect", SIZE, 16)
     keep, asked = RecurrentStates.keep_accepted, []

@@ -30,9 +30,9 @@ from bench import draw, report  # noqa: E402
 from bench.cells import WORKLOADS  # noqa: E402
 from bench.measure import Run, installed, measure  # noqa: E402
 from bench.rows import ABOUT, Rows, read, write  # noqa: E402
-from bench.servers import DEFAULT, SERVERS, environment  # noqa: E402
+from bench.servers import DEFAULT, SERVERS, drafting, environment  # noqa: E402
 from bench.setting import Setting, window_of  # noqa: E402
-from mlxspec.model.hub import default_cache_dir, resolve  # noqa: E402
+from mlxspec.model.hub import default_cache_dir, learned_head, resolve  # noqa: E402
 from mlxspec.text.chat import load_tokenizer  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -108,10 +108,14 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> Rows:
     """All that is asked for, measured."""
-    model = resolve(args.model, default_cache_dir(), mx.metal.is_available()).path
+    found = resolve(args.model, default_cache_dir(), mx.metal.is_available())
+    model, head = found.path, learned_head(found, default_cache_dir())
     rows, began = Rows(), time.time()
     servers = installed(
-        [SERVERS[n] for n in args.servers], args.peers_dir.absolute(), rows, console
+        [drafting(SERVERS[n], head) for n in args.servers],
+        args.peers_dir.absolute(),
+        rows,
+        console,
     )
     setting = Setting(
         load_tokenizer(model),

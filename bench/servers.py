@@ -178,6 +178,14 @@ DEFAULT = (
 )
 
 
+def drafting(server: Server, head: Path | None) -> Server:
+    """mlxspec with the model's own head, which it cannot find by itself here: all servers get the
+    directory of the model, and with its name and the user's cache mlxspec would know more."""
+    if server.name != "mlxspec" or not head:
+        return server
+    return replace(server, setting=("--draft", os.fspath(head)))
+
+
 class Ended(Exception):
     """A server that does not start, died, or does not answer any more."""
 

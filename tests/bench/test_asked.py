@@ -11,7 +11,7 @@ import pytest
 from bench import cells, http, probes, tiny
 from bench.folders import RAW
 from bench.http import Answer, asked, chat, plain
-from bench.servers import MLX_VLM, SERVERS, Running, Server
+from bench.servers import MLX_VLM, SERVERS, Running, Server, drafting
 from bench.setting import Setting
 from mlxspec.text.chat import load_tokenizer
 from tests.heads.language import Language
@@ -107,3 +107,12 @@ def test_every_kind_of_head_has_its_pair() -> None:
             assert (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
         assert {f"{name} 1", f"{name} {cells.PROMPTS}"} <= cells.WORKLOADS.keys()
     assert set(MLX_VLM.heads) <= set(cells.HEADS) and probes.PAIR in MLX_VLM.heads
+
+
+def test_mlxspec_is_told_of_the_models_own_head() -> None:
+    """It is served by its directory, of which mlxspec knows no head."""
+    head = Path("heads/own")
+    ours = drafting(SERVERS["mlxspec"], head)
+    assert ours.command("python", Path("model"), ours.setting)[-2:] == ["--draft", "heads/own"]
+    assert drafting(SERVERS["mlxspec"], None) == SERVERS["mlxspec"]
+    assert drafting(SERVERS["mlxspec-no-head"], head).setting == ("--draft", "off")

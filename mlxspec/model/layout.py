@@ -303,9 +303,9 @@ def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
         for prompt in PROMPTS:
             caches = make_prompt_cache(model)
             rows = []
-            for tokens in (prompt, *((token,) for token in CONTINUATION)):
-                rows.append(model(mx.array([tokens]), cache=caches)[0, -1])
-            logits.append(mx.stack(rows))
+            for tokens, first in ((prompt, -1), (CONTINUATION, 0)):
+                rows.append(model(mx.array([tokens]), cache=caches)[0, first:])
+            logits.append(mx.concatenate(rows))
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises
         raise UnsupportedModel(

@@ -18,8 +18,9 @@ from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Seq
 SECONDS = 1.0
 TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
-FIRST_ROWS = (1, 2, 4, 8, 16, 32)
-LONG_ROWS = (1, 8, 32)  # measured with the long one: what it adds grows evenly in between
+FIRST_ROWS = (1, 2, 4, 8, 32)
+FEW = 4  # rows of most steps: they are measured TURNS times, as one that was disturbed parks drafts
+LONG_ROWS = (1, 8)  # measured with the long one: what it adds grows evenly
 MORE = GRID[-1] + 1  # tokens behind a context that a measurement needs room for
 MEASURED = CONTEXTS[1] + MORE
 
@@ -57,11 +58,11 @@ def _measure(
     report: Report,
 ) -> np.ndarray:
     """Seconds [contexts, rows of GRID], the best of as many turns as there is time for; at least
-    one of FIRST_ROWS, two where kernels are compiled at their first use."""
+    one of FIRST_ROWS, two where kernels are compiled at their first use, TURNS of FEW."""
     until = time.perf_counter() + SECONDS
     first = 2 if mx.metal.is_available() else 1
     each_once = dict.fromkeys(FIRST_ROWS + GRID)
-    points = [(rows, first) for rows in each_once]
+    points = [(rows, TURNS if rows <= FEW else first) for rows in each_once]
     points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID]
     best = np.full((2, len(GRID)), np.inf)
     time_step(runner, table, contexts[0], 1)
@@ -74,14 +75,12 @@ def _measure(
             if i == 0 or rows in LONG_ROWS:
                 took = [time_step(runner, table, context, rows) for _ in range(times)]
                 best[i, at] = min(best[i, at], *took)
-    low = _filled(best[0])
-    return np.array([low, low + _filled(best[1] - low)])
-
-
-def _filled(values: np.ndarray) -> np.ndarray:
-    """By rows of GRID, with what lies between two measured ones."""
-    known = np.isfinite(values)
-    return np.array(np.interp(GRID, np.array(GRID)[known], values[known]))
+    grid = np.array(GRID)
+    known = np.isfinite(best[0])
+    low = np.interp(grid, grid[known], best[0][known])
+    few, more = LONG_ROWS
+    added, at_more = (best[1] - low)[[GRID.index(few), GRID.index(more)]]
+    return np.array([low, low + added + (at_more - added) * (grid - few) / (more - few)])
 
 
 def time_step(

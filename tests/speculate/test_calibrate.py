@@ -8,7 +8,14 @@ import pytest
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
-from mlxspec.speculate.calibrate import FIRST_ROWS, LONG_ROWS, calibrate, contexts_in
+from mlxspec.speculate.calibrate import (
+    FEW,
+    FIRST_ROWS,
+    LONG_ROWS,
+    TURNS,
+    calibrate,
+    contexts_in,
+)
 from mlxspec.speculate.controller import GRID
 from tests import tiny
 
@@ -52,10 +59,9 @@ def test_a_slow_model_is_measured_once_at_few_points(
         module, "time_step", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
     costs = calibrate(runner, table(), CONTEXTS)
-    assert asked[0] == (64, 1) and sorted(asked[1:]) == [
-        *((64, rows) for rows in FIRST_ROWS),
-        *((159, rows) for rows in LONG_ROWS),
-    ]
+    points = [(64, rows) for rows in FIRST_ROWS] + [(159, rows) for rows in LONG_ROWS]
+    often = [point for point in points if point[1] <= FEW] * (TURNS - 1)
+    assert asked[0] == (64, 1) and sorted(asked[1:]) == sorted(points + often)
     assert list(costs.rows) == list(GRID)
     # What lies between is interpolated.
     assert all(times == pytest.approx([r / 8 for r in GRID]) for times in costs.measured)

@@ -15,7 +15,7 @@ Report = Callable[[float, float], None]  # (done, total), in any unit
 @contextmanager
 def progress(text: str) -> Iterator[Report]:
     """Yields a function to call with (done, total). Shows nothing before its first call."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr and sys.stderr.isatty()):
         yield _log_lines(text)
         return
     from rich.console import Console  # a server without a terminal starts without it

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.engine.engine import Engine
+from mlxspec.kernels import cpu
 from mlxspec.speculate import NoSpeculation
 from mlxspec.types import Request
 from tests import tiers, tiny
@@ -95,7 +96,9 @@ def plain(kind: str) -> tiny.Plain:
 
 @functools.cache
 def model(kind: str):
-    return tiny.model(kind)
+    made = tiny.model(kind)
+    cpu.install(made)  # as where a model is loaded
+    return made
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 
-from mlxspec.kernels import reference
+from mlxspec.kernels import cpu, reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.reference import Attention, Group, PackingPair, block_array
 from mlxspec.kernels.trial import Call, Case, Inputs
@@ -235,7 +235,7 @@ def paged_attention(
         if shape and ours:
             out.append(_launch(part, shape))
         else:
-            out.append(reference.paged_attention(part))
+            out.append(reference.paged_attention(part, cpu.attention))
     return mx.concatenate(out)
 
 

@@ -1,9 +1,9 @@
 """Products and attention of few rows on a CPU, where drafts and small batches would else cost more
 than their arithmetic.
 
-Rule: float32 alone, which MLX gives to a BLAS. The sizes are those that were fast with OpenBLAS
-(NOTES.md): it packs all weights for each product of several rows, except for a transposed one of
-up to 3, and is at its best with 16.
+Rule: everything else is left to MLX. The sizes are those that were fast with OpenBLAS (NOTES.md):
+it packs all weights for each product of several rows, except for a transposed one of up to 3, and
+is at its best with 16.
 """
 
 from math import prod
@@ -13,20 +13,24 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
 
-TRANSPOSED, FULL = 3, 16  # rows
+TRANSPOSED, FULL = 3, 16  # rows of a product
+MOST_ROWS = 16  # of a sequence in attention: of many it gains nothing
 
 
 def in_use() -> bool:
     return mx.default_device() == mx.cpu
 
 
+def is_few(x: Array) -> bool:
+    """Whether x [..., K] is multiplied here: float32 alone is BLAS's."""
+    return 1 < prod(x.shape[:-1]) < FULL and x.dtype == mx.float32 and in_use()
+
+
 def multiply(x: Array, weight: Array) -> Array:
-    """x [..., K] times the transposed weight [N, K]: [..., N]."""
+    """Few rows x [..., K] times the transposed weight [N, K]: [..., N]."""
     *batch, k = x.shape
-    count = prod(batch)
-    if not 1 < count < FULL or x.dtype != mx.float32:
-        return x @ weight.T
-    rows = x.reshape(count, k)
+    rows = x.reshape(-1, k)
+    count = len(rows)
     if count <= TRANSPOSED:
         y = (weight @ rows.T).T
     else:
@@ -36,12 +40,16 @@ def multiply(x: Array, weight: Array) -> Array:
 
 class CpuLinear(nn.Linear):
     def __call__(self, x: Array) -> Any:
+        if not is_few(x):
+            return super().__call__(x)
         y = multiply(x, self.weight)
         return y + self.bias if "bias" in self else y
 
 
 class CpuEmbedding(nn.Embedding):
     def as_linear(self, x: Array) -> Any:
+        if not is_few(x):
+            return super().as_linear(x)  # type: ignore[no-untyped-call]
         return multiply(x, self.weight)
 
 
@@ -49,18 +57,25 @@ CLASSES: dict[Any, Any] = {nn.Linear: CpuLinear, nn.Embedding: CpuEmbedding}
 
 
 def install(model: nn.Module) -> None:
-    """Let a model's layers multiply so, on a CPU. Idempotent. Not where other ranks have a part of
-    it: MLX waited for ever for one that was killed while it computed."""
+    """Let a model's layers multiply so, on a CPU. Idempotent. Not for a target of which other ranks
+    have a part: MLX waited for ever for one that was killed while it computed."""
+    if not in_use():
+        return
     for layer in model.modules():
-        if in_use() and type(layer) in CLASSES:
+        if type(layer) in CLASSES:
             layer.__class__ = CLASSES[type(layer)]
 
 
-def attention(q: Array, k: Array, v: Array, scale: float, mask: Array | str | None) -> Array:
-    """softmax(scale * q k^T) v: [B, heads, L, Dv] of q [B, heads, L, D], k [B, kv_heads, S, D] and
-    v [B, kv_heads, S, Dv]. The heads of q that share K and V are rows of one product; MLX's own
-    operation reads these for each of them. `mask`: "causal", or bool [B, 1, L, S]."""
+def attention(
+    q: Array, k: Array, v: Array, scale: float, mask: Array | str | None, sinks: Array | None
+) -> Array:
+    """mx.fast.scaled_dot_product_attention: softmax(scale * q k^T) v, [B, heads, L, Dv] of q
+    [B, heads, L, D], k [B, kv_heads, S, D] and v [B, kv_heads, S, Dv]; `mask`: "causal", or bool
+    [B, 1, L, S]. Of few rows on a CPU the heads of q that share K and V are rows of one product;
+    MLX reads K and V again for each head."""
     batch, heads, length, dim = q.shape
+    if length > MOST_ROWS or sinks is not None or not in_use():
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     kv_heads, slots = k.shape[1:3]
     rows = (q * scale).reshape(batch, kv_heads, -1, dim)
     scores = rows @ k.swapaxes(2, 3)

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import ceil
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 
-from mlxspec.kernels import cpu
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.types import NULL_BLOCK
 
@@ -174,23 +174,23 @@ class Attention:
     packings: PackingPair = (None, None)
 
 
-def paged_attention(a: Attention) -> Array:
-    """[T, heads, Dv] in q's dtype."""
+def paged_attention(a: Attention, attend: Any = None) -> Array:
+    """[T, heads, Dv] in q's dtype. `attend`: in place of MLX's scaled_dot_product_attention."""
+    attend = attend or mx.fast.scaled_dot_product_attention
     of_k, of_v = a.packings
     out = []
     first = a.groups[0].lo
     for group in a.groups:
         rows = a.q[group.lo - first : group.hi - first]
         blocks, mask, keep = group.select(a.window)
-        q = rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2)
-        k = gather(a.keys, blocks, group.block_size, keep, of_k)
-        v = gather(a.values, blocks, group.block_size, keep, of_v)
-        if group.length <= cpu.FULL and a.sinks is None and cpu.in_use():
-            o = cpu.attention(q, k, v, a.scale, mask)
-        else:
-            o = mx.fast.scaled_dot_product_attention(
-                q, k, v, scale=a.scale, mask=mask, sinks=a.sinks
-            )
+        o = attend(
+            rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2),
+            gather(a.keys, blocks, group.block_size, keep, of_k),
+            gather(a.values, blocks, group.block_size, keep, of_v),
+            scale=a.scale,
+            mask=mask,
+            sinks=a.sinks,
+        )
         out.append(o.swapaxes(1, 2).flatten(0, 1))
     return mx.concatenate(out)
 

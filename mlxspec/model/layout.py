@@ -38,8 +38,8 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     ("gather", True),
     ("solo", True),
 )
-# Weights are read in so many parts, or in parts of so many bytes: after each part this thread waits
-# some milliseconds for its turn in Python, as another one imports modules meanwhile.
+# Weights are read in at least so many parts, which have about so many bytes at most: after each
+# this thread waits some milliseconds for its turn in Python, as another one imports modules.
 READS, READ_BYTES = 8, 256 << 20
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -303,8 +303,10 @@ def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
         for prompt in PROMPTS:
             caches = make_prompt_cache(model)
             rows = []
-            for tokens, first in ((prompt, -1), (CONTINUATION, 0)):
-                rows.append(model(mx.array([tokens]), cache=caches)[0, first:])
+            # The last token alone: a step of decoding, after which caches have whole KV_STEPs.
+            for tokens in (prompt, CONTINUATION[:-1], CONTINUATION[-1:]):
+                found = model(mx.array([tokens]), cache=caches)[0]
+                rows.append(found if tokens is not prompt else found[-1:])
             logits.append(mx.concatenate(rows))
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises

@@ -157,8 +157,8 @@ async def load(http: HttpRequest) -> Response:
 
 
 class Tokenize(TemplateFields):
-    """Of a prompt or of messages; `add_special_tokens` belongs to the prompt, what follows it to
-    the messages."""
+    """Of a prompt, to which `add_special_tokens` belongs, or of messages, to which what follows it
+    and the template's fields belong."""
 
     unsupported: ClassVar[Json] = RENDERING
 

@@ -1,6 +1,6 @@
 """Measures what a step costs on this machine, by its rows and its context; once for each model.
 
-Rule: the measurement takes SECONDS, or as long as it takes to measure FIRST_ROWS once; what lies
+Rule: the measurement takes SECONDS, or as long as it takes to measure FIRST_ROWS; what lies
 between is interpolated, and the controller corrects it by the steps that follow.
 """
 
@@ -20,7 +20,7 @@ TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 FIRST_ROWS = (1, 2, 4, 8, 32)
 FEW = 4  # rows of most steps: they are measured TURNS times, as one that was disturbed parks drafts
-LONG_ROWS = (1, 8)  # measured with the long one: what it adds grows evenly
+LONG_ROWS = (1, 8, 32)  # measured with the long one: what it adds grows evenly in between
 MORE = GRID[-1] + 1  # tokens behind a context that a measurement needs room for
 MEASURED = CONTEXTS[1] + MORE
 
@@ -75,12 +75,14 @@ def _measure(
             if i == 0 or rows in LONG_ROWS:
                 took = [time_step(runner, table, context, rows) for _ in range(times)]
                 best[i, at] = min(best[i, at], *took)
-    grid = np.array(GRID)
-    known = np.isfinite(best[0])
-    low = np.interp(grid, grid[known], best[0][known])
-    few, more = LONG_ROWS
-    added, at_more = (best[1] - low)[[GRID.index(few), GRID.index(more)]]
-    return np.array([low, low + added + (at_more - added) * (grid - few) / (more - few)])
+    low = _filled(np.minimum(*best))
+    return np.array([low, low + _filled(best[1] - low)])
+
+
+def _filled(values: np.ndarray) -> np.ndarray:
+    """By rows of GRID, with what lies between two measured ones."""
+    known = np.isfinite(values)
+    return np.array(np.interp(GRID, np.array(GRID)[known], values[known]))
 
 
 def time_step(

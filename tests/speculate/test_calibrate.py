@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlxspec.model.recurrent import RecurrentStates
@@ -67,19 +68,26 @@ def test_a_slow_model_is_measured_once_at_few_points(
     assert all(times == pytest.approx([r / 8 for r in GRID]) for times in costs.measured)
 
 
-def test_a_disturbed_measurement_makes_no_others_dear(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("context", [64, 159])
+@pytest.mark.parametrize("rows", FIRST_ROWS)
+def test_a_disturbed_measurement_makes_no_more_rows_dear(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, rows: int, context: int
 ) -> None:
+    def took(runner: Runner, table: list[int], context: int, rows: int) -> float:
+        return rows + context / 64
+
+    def disturbed(runner: Runner, table: list[int], *at: int) -> float:
+        return 99.0 if at == (context, rows) else took(runner, table, *at)
+
     monkeypatch.setattr(module, "SECONDS", 0.0)
-    monkeypatch.setattr(
-        module,
-        "time_step",
-        lambda r, t, context, rows: {(64, 2): 9.0}.get((context, rows), rows + context / 64),
-    )
-    low, high = calibrate(runner, table(), CONTEXTS).measured
-    by_rows = dict(zip(GRID, low, strict=True))
-    assert (by_rows[1], by_rows[2], by_rows[4], by_rows[8]) == (2.0, 5.0, 5.0, 9.0)
-    assert all(a <= b for a, b in zip(low, high, strict=True))
+    monkeypatch.setattr(module, "time_step", took)
+    true = np.array(calibrate(runner, table(), CONTEXTS).measured)
+    monkeypatch.setattr(module, "time_step", disturbed)
+    found = np.array(calibrate(runner, table(), CONTEXTS).measured)
+    assert (found >= true[0, 0]).all()
+    assert (np.diff(found, axis=0) >= 0).all() and (np.diff(found, axis=1) >= 0).all()
+    if rows < GRID[-1]:  # else nothing says that it was disturbed
+        assert (found <= true[:, -1:]).all()
 
 
 def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.MonkeyPatch) -> None:

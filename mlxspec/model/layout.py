@@ -303,11 +303,9 @@ def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
         for prompt in PROMPTS:
             caches = make_prompt_cache(model)
             rows = []
-            # The last token alone: a step of decoding, after which caches have whole KV_STEPs.
-            for tokens in (prompt, CONTINUATION[:-1], CONTINUATION[-1:]):
-                found = model(mx.array([tokens]), cache=caches)[0]
-                rows.append(found if tokens is not prompt else found[-1:])
-            logits.append(mx.concatenate(rows))
+            for tokens in (prompt, *((token,) for token in CONTINUATION)):
+                rows.append(model(mx.array([tokens]), cache=caches)[0, -1])
+            logits.append(mx.stack(rows))
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises
         raise UnsupportedModel(

@@ -22,10 +22,9 @@ from bench.servers import HEADS, OWN_HEAD, Running
 from bench.setting import Setting
 from bench.workloads import tasks
 from mlxspec.commands.bench import Task
-from mlxspec.text.chat import Tokenizer, encode
+from mlxspec.text.chat import Tokenizer, encode, render_chat
 from mlxspec.text.fim import fill_in_middle
 from tests.heads.language import Language
-from tests.rendering import render_chat
 
 TURNS = 10
 AROUND = 40  # tokens that the template and the answer add to a turn

@@ -23,11 +23,10 @@ from mlxspec.config import Config
 from mlxspec.model.hub import HUB_FILES
 from mlxspec.model.layout import load
 from mlxspec.resolve import resolve_model
-from mlxspec.text.chat import conversation_of, load_tokenizer, render
+from mlxspec.text.chat import conversation_of, load_tokenizer, render, render_chat
 from mlxspec.text.history import History
 from mlxspec.text.messages import RejectedRequest
 from mlxspec.types import UserError
-from tests.rendering import render_chat
 from tests.server.live import live
 from tests.server.scripted import INFO, MESSAGES, Connection, server
 from tests.test_resolve import save

@@ -14,12 +14,11 @@ from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.speculate import NoSpeculation
-from mlxspec.text.chat import load_tokenizer
+from mlxspec.text.chat import load_tokenizer, render_chat
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.types import Output, Request, Sampling
-from tests.rendering import render_chat
 from tests.schemas import schemas
 
 pytestmark = pytest.mark.slow

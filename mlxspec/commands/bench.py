@@ -24,7 +24,7 @@ blas.load()
 from mlxspec.engine.engine import Engine  # noqa: E402  after BLAS
 from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
-from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
+from mlxspec.text.chat import Tokenizer, encode, render_chat  # noqa: E402
 from mlxspec.training.collect import Answer, answers_to, tokens_of  # noqa: E402
 
 # Code of the standard library of 40 to 120 lines, a name in it, a new name.
@@ -168,8 +168,7 @@ def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Token ids, by the chat template where the model has one."""
     if not tokenizer.has_chat_template:
         return tuple(encode(tokenizer, f"{task.text}\n\n{task.opening}"))
-    said = [{"role": "user", "content": task.text}]
-    ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)  # type: ignore[no-untyped-call]
+    ids = render_chat(tokenizer, [{"role": "user", "content": task.text}])
     return (*ids, *encode(tokenizer, task.opening, special=False))
 
 

@@ -198,6 +198,15 @@ def render(
     return RenderedPrompt(text, ids, thinking)
 
 
+def render_chat(
+    tokenizer: Tokenizer, messages: Sequence[Any], generation_prompt: bool = True, /, **options: Any
+) -> list[int]:
+    """Token ids of messages alone. `options` are variables for the template."""
+    history = History()
+    conversation = conversation_of(messages, None, options, history)
+    return render(tokenizer, conversation, history, generation_prompt).ids
+
+
 def remember(
     tokenizer: Tokenizer,
     conversation: Conversation,

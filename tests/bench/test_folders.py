@@ -8,9 +8,8 @@ import pytest
 
 from bench import tiny
 from bench.folders import LENT, RAW, chatting, filling
-from mlxspec.text.chat import encode, load_tokenizer
+from mlxspec.text.chat import encode, load_tokenizer, render_chat
 from mlxspec.text.fim import fill_in_middle
-from tests.rendering import render_chat
 
 
 @pytest.fixture

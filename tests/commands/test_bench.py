@@ -12,11 +12,10 @@ from mlxspec import cli
 from mlxspec.commands import bench
 from mlxspec.commands.bench import Answer, Pairs, Task
 from mlxspec.engine.engine import Engine
-from mlxspec.text.chat import encode, load_tokenizer
+from mlxspec.text.chat import encode, load_tokenizer, render_chat
 from mlxspec.types import ModelInfo, Output
 from tests import tiny
 from tests.liar import NoisyOracle
-from tests.rendering import render_chat
 from tests.tiny_tokenizer import save_tokenizer
 
 TOKENS = 24

@@ -13,7 +13,7 @@ from mlxspec.config import Config
 from mlxspec.server.anthropic import endpoints
 from mlxspec.server.anthropic.writer import SIGNATURE
 from mlxspec.server.chat_request import Format
-from tests.rendering import render_chat
+from mlxspec.text.chat import render_chat
 from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio

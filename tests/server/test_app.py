@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mlxspec.server.errors import ApiError
-from mlxspec.text.chat import encode
-from tests.rendering import render_chat
+from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio

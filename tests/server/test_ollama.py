@@ -12,10 +12,9 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
-from mlxspec.text.chat import encode
+from mlxspec.text.chat import encode, render_chat
 from mlxspec.types import Served
 from tests import tiny
-from tests.rendering import render_chat
 from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio

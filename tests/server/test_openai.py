@@ -9,8 +9,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.server import chat_request as asking
-from mlxspec.text.chat import encode
-from tests.rendering import render_chat
+from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, MESSAGES, Answer, Server, server
 
 pytestmark = pytest.mark.anyio

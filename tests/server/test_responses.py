@@ -13,8 +13,7 @@ from mlxspec.config import Config
 from mlxspec.server.errors import ApiError
 from mlxspec.server.responses.endpoints import Store
 from mlxspec.server.responses.writer import NOT_ENCRYPTED, plain_input
-from mlxspec.text.chat import encode
-from tests.rendering import render_chat
+from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio

@@ -14,10 +14,10 @@ from mlxspec.text.chat import (
     encode,
     generation_defaults,
     load_tokenizer,
+    render_chat,
     template_reads,
 )
 from mlxspec.types import Sampling, UserError
-from tests.rendering import render_chat
 from tests.tiny_tokenizer import TEMPLATE, save_tokenizer
 
 STRICT = (  # alternates, system first only, as many models' templates demand

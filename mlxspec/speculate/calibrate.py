@@ -63,7 +63,7 @@ def _measure(
     first = 2 if mx.metal.is_available() else 1
     each_once = dict.fromkeys(FIRST_ROWS + GRID)
     points = [(rows, TURNS if rows <= FEW else first) for rows in each_once]
-    points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID]
+    points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID if rows > FEW]
     best = np.full((2, len(GRID)), np.inf)
     time_step(runner, table, contexts[0], 1)
     for done, (rows, times) in enumerate(points):

@@ -193,12 +193,13 @@ class Scheduler:
             # An embedding needs every row, and the texts of an index would evict conversations.
             sharing = self.sharing and not seq.request.pooling
             match = self.kv.match(seq.tokens) if sharing else PrefixMatch()
-            # It takes no free blocks for those that it shares with running sequences.
-            cached = match.tables[0] if match.tables else ()
-            shared = [block for block in cached if block not in self.pool.free_blocks]
-            if self.running and self._lacking(seq) - len(shared) > free:
-                self._blocked, self._blocked_free = seq, free
-                break
+            if self.running:
+                # It takes no free blocks for those that it shares with running sequences.
+                cached = match.tables[0] if match.tables else ()
+                shared = [block for block in cached if block not in self.pool.free_blocks]
+                if self._lacking(seq) - len(shared) > free:
+                    self._blocked, self._blocked_free = seq, free
+                    break
             if self.offloader and sharing and self.offloader.start_restore(seq, match):
                 continue
             self._start(seq, match)

@@ -76,12 +76,14 @@ class Scheduler:
         if room <= 0:
             raise InvalidRequest(too_long(len(request.prompt), self.limit))
         request = replace(request, max_tokens=min(request.max_tokens, room))
+        made = []
         for index in range(request.n):
             seq = Seq(request, index, next(self._order), [*request.prompt])
             seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
-            self.waiting.append(seq)
+            made.append(seq)
+        self.waiting += made
 
     def abort(
         self,

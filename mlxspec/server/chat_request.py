@@ -25,7 +25,7 @@ from mlxspec.text.chat import (
 )
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import TooLong, canonical, rejected
-from mlxspec.text.output_parser import OutputParser
+from mlxspec.text.output_parser import FINAL, OutputParser
 from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
@@ -85,6 +85,7 @@ def chat_generation(generation: Generation, chat: ChatRequest) -> Generation:
             tools,
             bool(prompt.thinking),
             constrained,
+            chat.continued,
         )
         generation.choices.append(Choice(i, request, reader, parts, single))
     generation.requests.append(request)
@@ -200,9 +201,13 @@ def _grammar(
     if form is None:
         return None
     if form.lark:
+        if grammars.head(FINAL, form.field):
+            raise rejected(form.field, "does not fit this model's format; send response_format")
         text = checked_lark(form.value, form.field)
     else:
-        rules = [] if required else [json_rule(form.value, form.field)]
+        rules = []
+        if not required:
+            rules.append(grammars.head(FINAL, form.field) + json_rule(form.value, form.field))
         if calls:
             name = None if isinstance(choice, str) else choice.full_name
             single = name is not None or not generation.body.parallel_tool_calls

@@ -24,10 +24,11 @@ SKIPPED = (
     r"(?:</?\|?[\w:]*(?:tool|function)_calls?\w*\|?>|\[TOOL_CALLS\]"
     rf'|"\w+"\s*:\s*"[^"]*"|{BETWEEN})*+'
 )
-# Up to the arguments in JSON, with the name: Hermes' and Qwen's, Mistral's, Kimi's.
+# Up to the arguments in JSON, with the name: Hermes' and Qwen's, Mistral's, Kimi's, Harmony's.
 JSON_HEAD = SKIPPED + (
-    r'(?:\{\s*"name"\s*:\s*"|functions\.)?([^\s"\\<>\[\]:]+)'
-    r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*\[ARGS\]|:\d+\s*<\|tool_call_argument_begin\|>)'
+    r'(?:\{\s*"name"\s*:\s*"|(?:to=)?functions\.)?([^\s"\\<>\[\]:]+)'
+    r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*\[ARGS\]|:\d+\s*<\|tool_call_argument_begin\|>'
+    r"|[^{}]{0,64}<\|message\|>)"
     r'\s*(?=\{\s*["}])'
 )
 MARKS = re.compile(r'\\.?|["{}\[\]\x00-\x1f]|(?=<)', re.DOTALL)

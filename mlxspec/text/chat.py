@@ -32,6 +32,7 @@ from mlxspec.text.messages import (
     rejected,
     spelled_out,
 )
+from mlxspec.text.output_parser import ANALYSIS, HARMONY, MESSAGE_END
 from mlxspec.text.tool_calls import as_object
 from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
 
@@ -70,8 +71,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer._tool_parser = json_tools.parse_tool_call
         tokenizer._tool_call_start = json_tools.tool_call_start
         tokenizer._tool_call_end = json_tools.tool_call_end
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    if {"<|channel|>", "<|message|>"} <= added:
+        _use_harmony(tokenizer)
     tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead
     return tokenizer
+
+
+def _use_harmony(tokenizer: Tokenizer) -> None:
+    """Set up a tokenizer of gpt-oss, whose format mlx-lm does not know."""
+    own: Any = tokenizer
+    own._response_format = HARMONY
+    own._think_start, own._think_end = ANALYSIS, MESSAGE_END
+    own._think_start_tokens = tuple(encode(tokenizer, ANALYSIS, special=False))
+    own._think_end_tokens = tuple(encode(tokenizer, MESSAGE_END, special=False))
+    own.add_eos_token("<|call|>")
 
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
@@ -248,10 +262,14 @@ def _applied(
     """The text of rewritten messages, in which no text is a control token. Tools are spelled out
     where the template knows none."""
     special = control_tokens_of(tokenizer)
+    harmony = tokenizer.response_transitions is HARMONY["transitions"]
     messages = []
     for turn in conversation.messages:
         pattern = special.answers if turn["role"] == "assistant" else special.begins
-        messages.append({**marked(turn, pattern), "role": turn["role"]})
+        made = {**marked(turn, pattern), "role": turn["role"]}
+        if harmony and made.get("tool_calls") and made["content"]:
+            made.pop("reasoning_content", None)  # a call's turn has one of them
+        messages.append(made)
     tools = marked(conversation.tools, special.begins)
     options = marked(conversation.options, special.begins)
     if not template_reads(tokenizer, "tools"):

@@ -30,7 +30,9 @@ class ControlTokens:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         t = tokenizer
-        own = {t.think_start, t.think_end, t.tool_call_start, t.tool_call_end}
+        own = {t.think_start, t.tool_call_start, t.tool_call_end}
+        if not t.response_transitions:  # else it ends more than the reasoning
+            own.add(t.think_end)
         words = []
         self.loose = False
         kinds: dict[tuple[str, str], list[str]] = {}

@@ -30,12 +30,33 @@ CALL = "tool"
 XML_CALL = "call in XML without tags"
 REASONING_CALL = "call inside the reasoning"
 
+# OpenAI's Harmony, gpt-oss' format: an answer is messages, each in a channel or to a function
+# (https://cookbook.openai.com/articles/openai-harmony).
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT_MESSAGE, MESSAGE_END = "<|start|>assistant", "<|end|>"
+FUNCTION_CALL = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>"
+HARMONY = {
+    "initial_state": "header",
+    "transitions": {
+        "header": [
+            (ANALYSIS, REASONING),
+            (FINAL, NORMAL),
+            ("<|channel|>final <|constrain|>json<|message|>", NORMAL),
+            ("<|channel|>commentary<|message|>", NORMAL),
+            ("to=functions.", CALL),
+        ],
+        REASONING: [(MESSAGE_END, "header")],
+        NORMAL: [(MESSAGE_END, "header")],
+        CALL: [(MESSAGE_END, "header")],
+    },
+}
+
 CONTENT_STATES = (NORMAL, CONTENT)
 CALL_STATES = (CALL, XML_CALL, REASONING_CALL)
 REASONING_STATES = (REASONING, REASONING_CALL)
 
 # The name of a call whose arguments have not begun, in any format.
-CUT_CALL = SKIPPED + r"(?:\W*(?:open|call|tool|functions?|invoke|name)\b)*+\W*([\w.-]+)"
+CUT_CALL = SKIPPED + r"(?:\W*(?:open|call|tool|to|functions?|invoke|name)\b)*+\W*([\w.-]+)"
 
 
 @dataclass(slots=True)
@@ -66,12 +87,13 @@ class Part:
 class OutputParser:
     """The parser of one answer. Without `tools`, what looks like a call is content. `thinking`: the
     prompt has opened the reasoning. `constrained`: the answer follows a grammar, so calls have
-    their tags and none interrupts the reasoning."""
+    their tags and none interrupts the reasoning. `continued`: it goes on with the prompt's text."""
 
     tokenizer: TokenizerWrapper
     tools: Tools
     thinking: bool
     constrained: bool = False
+    continued: bool = False
 
     def __post_init__(self) -> None:
         tokenizer, calls = self.tokenizer, bool(self.tools)
@@ -93,7 +115,8 @@ class OutputParser:
         self.calls: list[Call] = []
         self._made: list[Part] = []  # until they are taken
         self._last: Kind | None = None  # of all parts
-        self._enter(tokenizer.response_initial_state or NORMAL)
+        first = tokenizer.response_initial_state or NORMAL
+        self._enter(NORMAL if self.continued else first)
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain after this text."""

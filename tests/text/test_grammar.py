@@ -3,6 +3,7 @@ name."""
 
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,26 @@ def test_what_cannot_be_enforced_is_refused_by_name(
 
 # ---- Lark
 # -------------------------------------------------------------------------------------------------
+
+
+def test_matchers_are_made_while_their_grammar_is_asked_for_again(agent: Grammars) -> None:
+    """On the engine's thread, while the text thread warms the same grammar."""
+    schema = {"enum": ["word" * n for n in range(1, 200)]}
+    make, failed = by(agent, schema), []
+
+    def warm() -> None:
+        for _ in range(300):
+            by(agent, schema)
+
+    thread = threading.Thread(target=warm)
+    thread.start()
+    while thread.is_alive():
+        try:
+            make()
+        except RuntimeError as error:
+            failed.append(error)
+    thread.join()
+    assert failed == []
 
 
 def test_a_grammar_of_the_clients_own(agent: Grammars) -> None:

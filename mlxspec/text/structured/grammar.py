@@ -17,6 +17,7 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Tools, rejected
+from mlxspec.text.output_parser import FUNCTION_CALL, HARMONY, NEXT_MESSAGE
 from mlxspec.text.structured.json_schema import LIMITS, first_line, json_rule
 from mlxspec.types import Json
 
@@ -52,22 +53,21 @@ class Grammars:
         Whatever the rule takes, the output parser reads as that call, with arguments that conform,
         also for a model that would write its calls in another format. Only numbers too large for a
         float are not read."""
-        tokenizer = self.tokenizer
-        if tokenizer.response_transitions:
-            why = (
-                "cannot be honoured with calls in this model's format; send tool_choice 'auto' and"
-            )
-            raise rejected(where, f"{why} no format, or 'none'")
+        tokenizer, head = self.tokenizer, ""
         bodies = []
         for tool in tools:
             function = tool["function"]
             if not name or function["name"] == name:
                 own = json.dumps(function["name"], ensure_ascii=False)
-                head = json.dumps(f'{{"name": {own}, "arguments": ')
-                bodies.append(f'{head} {json_rule(_arguments(function), where)} "}}"')
+                begin = json.dumps(f'{{"name": {own}, "arguments": ')
+                arguments = json_rule(_arguments(function), where)
+                head = self.head(FUNCTION_CALL % function["name"], where)
+                bodies.append(head + arguments if head else f'{begin} {arguments} "}}"')
         if not bodies:
             wanted = name or "a call"
             raise rejected(where, f"asks for {wanted}, which is not in tools; send it there")
+        if head:  # an answer has one call
+            return "\n".join(["body", f"body: {' | '.join(bodies)}"])
         call, calls, end = "call", "body", ""
         if tokenizer.tool_call_end:
             end = f'"\\n" {marker(tokenizer, tokenizer.tool_call_end)}'
@@ -78,6 +78,15 @@ class Grammars:
         begin = marker(tokenizer, tokenizer.tool_call_start)
         body = " | ".join(bodies)
         return "\n".join([call, f'call: {begin} "\\n" {calls} {end}', f"body: {body}"])
+
+    def head(self, text: str, where: str) -> str:
+        """For a rule the tokens of `text`, which begins a message in Harmony; else ""."""
+        found = self.tokenizer.response_transitions
+        if not found:
+            return ""
+        if found is not HARMONY["transitions"]:
+            raise rejected(where, "cannot be honoured in this model's format; leave it out")
+        return _spelled(self.tokenizer, text)
 
     def rules(self, parts: Iterable[str]) -> str:
         """A whole Lark grammar: the alternative of several rules, each followed by the rules that
@@ -103,7 +112,8 @@ class Grammars:
         self._compiled[key] = matcher
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        return lambda: GrammarMatcher(matcher.deep_copy(), compile_again, vocabulary)
+        own = matcher.deep_copy()  # the cached one may be in use here when the engine makes more
+        return lambda: GrammarMatcher(own.deep_copy(), compile_again, vocabulary)
 
 
 class Vocabulary:
@@ -138,9 +148,11 @@ class Vocabulary:
             return "start: @answer"
         ends = ",".join(map(str, [*self._eos, closer[-1]]))
         think = f"<[^{ends}]>* <[{closer[-1]}]> BLANKS?"
+        if self._tokenizer.response_transitions:
+            think += f" {_spelled(self._tokenizer, NEXT_MESSAGE)}"
         if thinking is None:
-            opener = " ".join(f"<[{token}]>" for token in self._tokenizer.think_start_tokens)
-            think = f"({opener} {think})?"
+            opener = _spelled(self._tokenizer, self._tokenizer.think_start)
+            think = f"({opener}{think})?"
         return f"start: {think} @answer\nBLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
 
     def compile(self, lark: str, thinking: bool | None, where: str) -> LLMatcher:
@@ -213,7 +225,7 @@ class GrammarMatcher:
         """Up to `most` tokens of the only text that can follow; another spelling may be allowed."""
         try:
             found = self._inner.compute_ff_tokens()[:most]
-            return found[: len(self.masks(found)) - 1]
+            return found and found[: len(self.masks(found)) - 1]
         except Exception:  # only a guess; the next mask says what is wrong
             return []
 
@@ -278,6 +290,12 @@ def marker(tokenizer: TokenizerWrapper, text: str) -> str:
     token = tokenizer.convert_tokens_to_ids(text)
     known = token is not None and tokenizer.convert_ids_to_tokens(token) == text
     return f"<[{token}]>" if known else json.dumps(text)
+
+
+def _spelled(tokenizer: TokenizerWrapper, text: str) -> str:
+    """A text as its tokens, in a rule."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return "".join(f"<[{token}]> " for token in ids)
 
 
 def _arguments(function: Mapping[str, Any]) -> Json:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from mlxspec.types import InvalidRequest, Json, shown
@@ -250,8 +251,35 @@ def without_system(messages: Messages) -> Messages:
     return merged([first, *rest])
 
 
+def short_ids(messages: Messages) -> Messages:
+    """Messages whose calls have ids of nine letters and digits, as Mistral's templates want them. A
+    result without an id is of the next call."""
+    turns, open_calls = [], []
+    for message in messages:
+        turn = dict(message)
+        if calls := turn.get("tool_calls"):
+            open_calls = [_short_id(call.get("id") or f"{n}") for n, call in enumerate(calls)]
+            turn["tool_calls"] = [
+                {**call, "id": id} for call, id in zip(calls, open_calls, strict=True)
+            ]
+        elif turn["role"] == "tool":
+            following = open_calls.pop(0) if open_calls else ""
+            turn["tool_call_id"] = _short_id(turn.get("tool_call_id") or following)
+        turns.append(turn)
+    return turns
+
+
+def _with_short_ids(rewrite: "Rewrite", messages: Messages) -> Messages:
+    return short_ids(rewrite(messages))
+
+
+def _short_id(id: str) -> str:
+    return re.sub(r"[\W_]", "", id)[-9:].rjust(9, "0")
+
+
 Rewrite = Callable[[Messages], Messages]
 REWRITES: tuple[Rewrite, ...] = (list, system_as_user, merged, without_system)
+REWRITES += tuple(partial(_with_short_ids, each) for each in REWRITES)
 
 
 def spelled_out(messages: Messages, tools: Tools) -> Messages:

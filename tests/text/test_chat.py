@@ -51,6 +51,31 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+NINE = (  # as Mistral's: ids of nine letters and digits, of calls and of results
+    "{# tools #}{% for m in messages %}{% for call in m['tool_calls'] or [] %}"
+    "{% if call['id'] is not defined or call['id']|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    "{{ call['id'] }}{% endfor %}{% if m['role'] == 'tool' %}"
+    "{% if m['tool_call_id'] is not defined or m['tool_call_id']|length != 9 %}"
+    "{{ raise_exception('nine') }}{% endif %}{{ '=' + m['tool_call_id'] + ';' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "ids", [("call_0123456789abcdef", "toolu_01_xyz"), ("a", "b"), (None, None)]
+)
+def test_call_ids_that_a_template_refuses_are_shortened(tmp_path: Path, ids: Any) -> None:
+    """Each result keeps its call."""
+    tokenizer = with_template(tmp_path, NINE)
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}} for _ in ids]
+    results = [{"role": "tool", "content": "x"} for _ in ids]
+    for id, call, result in zip(ids, calls, results, strict=True):
+        if id:
+            call["id"] = result["tool_call_id"] = id
+    said = text(tokenizer, [user("a"), {"role": "assistant", "tool_calls": calls}, *results])
+    first, second = said[:9], said[9:18]
+    assert first != second and said[18:] == f"={first};={second};"
+
+
 def test_a_conversation_is_rendered_up_to_the_answer(tokenizer: Any) -> None:
     assert text(tokenizer, [{"role": "system", "content": "Be brief."}, user("hello")]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"

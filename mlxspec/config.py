@@ -20,6 +20,7 @@ FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
 ON_OFF = ("on", "off")
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
+BUILT_IN = "smollm2-135m-instruct"  # the model of settings that name none
 
 
 class ConfigError(UserError):
@@ -65,7 +66,9 @@ class Config:
     port: int = option(8080, "Port to listen on; 0: any free port.", 65535)
     api_key: str = option("", "API key that clients must send; empty: no key.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
-        (), "Names allowed in `Host` and `Origin` headers, in addition to the loopback names."
+        (),
+        "Names allowed in `Host` and `Origin` headers, in addition to the loopback names; an app's"
+        " origin as it is, such as app://obsidian.md.",
     )
     pin: tuple[str, ...] = option(
         (), "Names of models that stay in memory: never unloaded to make room or when idle."
@@ -121,7 +124,8 @@ class Config:
     )
     strict_model_names: str = option(
         "off",
-        "Refuse the model names claude-* and gpt-*; off: the first model answers for them.",
+        "Refuse the model names claude-*, gpt-* and text-embedding-*; off: the first model answers"
+        " for them.",
         choices=ON_OFF,
     )
     strict_content: str = option(
@@ -227,6 +231,8 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
         parts = value if isinstance(value, tuple) else [str(value)]
         if name not in ARGUMENTS:
             parts = [flag(name), ",".join(parts)]
+        elif name == "others" and not config.model:  # the first word would be the model
+            parts = [BUILT_IN, *parts]
         words += parts
     return shlex.join(words)
 

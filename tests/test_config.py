@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.config import TABLE, Config, ConfigError, as_flags, flag
+from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag
 from mlxspec.config import load as load_settings
 
 
@@ -172,6 +172,8 @@ def test_more_models(tmp_path: Path) -> None:
     assert config.others == ("y, z", "w")  # arguments, not one list
     assert load({}, {"MLXSPEC_OTHERS": "y,z"}, path).others == ("y", "z")
     assert as_flags(config) == "x 'y, z' w --pin b"
+    alone = load({}, {"MLXSPEC_OTHERS": "y"}, file(tmp_path, ""))
+    assert as_flags(alone) == f"{BUILT_IN} y", "y alone would be the model"
 
 
 def test_every_row_is_complete() -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from mlxspec.config import Config, data_dir
+from mlxspec.config import BUILT_IN, Config, data_dir
 from mlxspec.files import WEIGHT_FILES, read_json
 from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import Json, UnsupportedModel, line_of
 
-DEFAULT = "smollm2-135m-instruct"
 # Where other programs keep models in mlx-lm's format: NAME or PUBLISHER/NAME in each.
 FOLDERS = (
     "~/.lmstudio/models",
@@ -115,7 +114,7 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
     Raises UnsupportedModel with the reason and the fix.
     """
     known = cards()
-    name = name or DEFAULT
+    name = name or BUILT_IN
     if name in known:
         from mlxspec.model.embedded import embedded
 
@@ -154,7 +153,7 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
 
     Raises UnsupportedModel.
     """
-    name = name or DEFAULT
+    name = name or BUILT_IN
     if name in cards():
         path = cache_dir / "models" / f"{name}-{_mode(metal)}"
         return path if path.is_dir() else None

@@ -49,9 +49,10 @@ def _check_host(headers: Headers, config: Config) -> None:
     if config.host in ANY and IP.fullmatch(_name(host)):
         allowed.add(_name(host))
     for value in (host, *headers.getlist("origin")):
-        if _name(value) not in allowed:
+        if _name(value) not in allowed and value.lower() not in allowed:
             at = value[:200]
-            why = f"{at!r} is not a name of this server; start it with --allowed-hosts NAME"
+            name = _name(at) or repr(at)  # an app's origin, such as app://obsidian.md
+            why = f"{at!r} is not a name of this server; start it with --allowed-hosts {name}"
             raise ApiError(403, why, code="host_not_allowed")
 
 

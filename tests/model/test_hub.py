@@ -20,7 +20,7 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)  # all that the hub's 
 
 def test_every_card_is_valid_and_the_default_is_one() -> None:
     found = cards()
-    assert hub.DEFAULT in found and found[hub.DEFAULT].license == "Apache-2.0"
+    assert hub.BUILT_IN in found and found[hub.BUILT_IN].license == "Apache-2.0"
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_a_local_model_is_found_without_a_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert find_local("", tmp_path, True) is None
-    (tmp_path / f"models/{hub.DEFAULT}-4bit").mkdir(parents=True)
-    assert find_local("", tmp_path, True) == tmp_path / f"models/{hub.DEFAULT}-4bit"
+    (tmp_path / f"models/{hub.BUILT_IN}-4bit").mkdir(parents=True)
+    assert find_local("", tmp_path, True) == tmp_path / f"models/{hub.BUILT_IN}-4bit"
     assert find_local("", tmp_path, False) is None
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert find_local("owner/repo", tmp_path, False) is None

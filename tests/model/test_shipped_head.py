@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models import llama
 
 from mlxspec.commands.bench import prompt_of, run_group, tasks_of, tokens_of
-from mlxspec.config import load
+from mlxspec.config import BUILT_IN, load
 from mlxspec.model.cards import cards
-from mlxspec.model.hub import DEFAULT, Resolved, learned_head
+from mlxspec.model.hub import Resolved, learned_head
 from mlxspec.resolve import resolve_model
 from mlxspec.speculate import NoSpeculation
 from mlxspec.speculate.heads import load_head
@@ -23,7 +23,7 @@ MOST_BYTES = 25_000_000
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
-    found = learned_head(Resolved(tmp_path, DEFAULT), tmp_path)
+    found = learned_head(Resolved(tmp_path, BUILT_IN), tmp_path)
     assert found is not None
     return found
 
@@ -37,7 +37,7 @@ def test_it_is_small_and_says_how_it_was_made(head: Path) -> None:
 
 
 def test_it_loads_for_the_model_of_the_card(head: Path) -> None:
-    files = cards()[DEFAULT].files["config.json"]
+    files = cards()[BUILT_IN].files["config.json"]
     target = llama.Model(llama.ModelArgs.from_dict(files))  # lazily: only embeddings are made
     loaded = load_head(find_head(head), target)
     assert loaded.name == json.loads((head / "training.json").read_text())["kind"]

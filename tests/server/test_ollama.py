@@ -295,7 +295,7 @@ async def test_a_name_may_have_a_tag(make: Make) -> None:
     ("keep", "ordered", "reason"),
     [
         (None, ("tiny", None), "load"),
-        ("5m", ("tiny", None), "load"),
+        ("5m", ("tiny", False), "load"),
         (-1, ("tiny", True), "load"),
         ("-1m", ("tiny", True), "load"),
         (0, ("tiny", "unload"), "unload"),
@@ -309,6 +309,47 @@ async def test_without_a_message_a_model_is_loaded_or_unloaded(
     answer = (await ask(s, path, keep_alive=keep, **empty)).json
     assert answer["done"] and answer["done_reason"] == reason and answer["model"] == "tiny"
     assert s.engine.ordered == [ordered] and s.engine.submitted == []
+
+
+async def test_what_keep_alive_pinned_can_be_released_and_what_the_user_pinned_cannot(
+    make: Make,
+) -> None:
+    """By Ollama's own fields."""
+    pinned = replace(Served(ROOMY), pinned=True)
+    for names, status, ordered in (((), 200, [("tiny", "unload")]), (("tiny",), 409, [])):
+        s = make(Config(pin=names), others=(pinned,))
+        assert (await ask(s, keep_alive=0, messages=[])).status == status
+        assert s.engine.ordered == ordered
+        await ask(s, keep_alive="5m", messages=[])
+        assert s.engine.ordered[-1] == ("tiny", None if names else False)
+
+
+async def test_a_result_names_its_tool_as_ollama_does(make: Make) -> None:
+    s = make()
+    body = {"tool_name": "look", "role": "tool", "content": "x"}
+    s.engine.tokenizer._chat_template = lambda messages, **_: f"<{messages[-1].get('name')}>"
+    try:
+        await ask(s, messages=[*MESSAGES, body])
+    finally:
+        s.engine.tokenizer._chat_template = None
+    ids = list(s.engine.submitted[-1].prompt)
+    assert s.engine.tokenizer.decode(ids) == "<look>"
+
+
+async def test_lines_end_nowhere_else(make: Make) -> None:
+    """Python's clients cut at these too."""
+    text = "a\u2028b\u2029c\x85d"
+    answer = await ask(make(says=(text,)))
+    assert len(answer.body.decode().splitlines()) == len(lines(answer))
+    assert said(lines(answer), "content") == text
+
+
+async def test_an_answer_that_the_client_began_goes_on(make: Make) -> None:
+    s = make()
+    begun = [*MESSAGES, {"role": "assistant", "content": "hello"}]
+    await ask(s, messages=begun)
+    ids = list(s.engine.submitted[-1].prompt)
+    assert s.engine.tokenizer.decode(ids).endswith("hello")
 
 
 async def test_other_times_to_keep_a_model_are_ignored_and_named(make: Make) -> None:

@@ -57,7 +57,7 @@ WRONG = [
     ("stream_options", {"include_usage": 1}),
     ("max_tokens", "5"),
     ("max_tokens", 0),
-    ("max_tokens", -1),
+    ("max_tokens", -2),
     ("max_tokens", True),
     ("max_tokens", 5.5),
     ("stop", 5),
@@ -126,6 +126,29 @@ WRONG = [
     ("stream_options", {"include_progress": 1}),
     ("chat_template_kwargs", []),
 ]
+
+
+def chat(**fields: Any) -> Chat:
+    return parse(Chat, json.dumps(CHAT | fields).encode())[0]
+
+
+def test_minus_one_is_no_value() -> None:
+    """As programs of Ollama, llama.cpp and LM Studio send it."""
+    body = chat(seed=-1, max_tokens=-1, max_completion_tokens=-1)
+    assert body.seed is None and body.limit is None
+
+
+def test_logprobs_that_are_turned_off() -> None:
+    assert chat(logprobs=False, top_logprobs=0).alternatives is None
+    assert chat(logprobs=True, top_logprobs=0).alternatives == 0
+    assert chat(logprobs=True).alternatives == 0
+    assert chat(top_logprobs=3).alternatives == 3
+
+
+def test_a_json_object_may_have_a_schema() -> None:
+    schema = {"type": "object", "required": ["a"]}
+    found = chat(response_format={"type": "json_object", "schema": schema}).format
+    assert found and found.value == schema
 
 
 @pytest.mark.parametrize(("param", "value"), WRONG)

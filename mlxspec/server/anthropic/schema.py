@@ -117,6 +117,7 @@ class OutputFormat(Strict):
 
 class OutputConfig(Strict):
     format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class Prompt(Strict):

@@ -99,11 +99,13 @@ async def answer(http: HttpRequest) -> ASGIApp:
         return JSONResponse(writer.line(Piece()) | await _load(http, model, keep))
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
+    last = body.messages[-1]
     asked = ChatRequest(
         body.messages,
         body.tools,
         options={variable: body.think},
         source=source,
+        continued=last.get("role") == "assistant" and not last.get("tool_calls"),
     )
     return await run_on_text_thread(http, chat_generation, made, asked)
 
@@ -112,8 +114,12 @@ async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
     """Unload the model where `keep` is 0, else load it, to stay where `keep` is negative. Raises
     ApiError."""
     server, unloads = model.server, keep in ("0", "0s", "0m")
-    pin = keep.startswith("-") or None
-    work = server.unload(model.name) if unloads else server.worker.load(model.name, pin)
+    fixed = model.name in server.config.pin  # by who started the server
+    if unloads:
+        work = server.unload(model.name, force=not fixed)
+    else:
+        pin = None if fixed or keep == "None" else keep.startswith("-")
+        work = server.worker.load(model.name, pin)
     await while_connected(http, work)
     return {"done": True, "done_reason": "unload" if unloads else "load"}
 

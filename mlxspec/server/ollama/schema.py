@@ -21,7 +21,8 @@ def _turn(message: Any) -> Any:
         return message
     parts: list[Json] = [{"type": "image"} for _ in listed(message.get("images") or [])]
     parts.append({"type": "text", "text": message.get("content") or ""})
-    return {**message, "content": parts, "reasoning_content": message.get("thinking")}
+    said = {"reasoning_content": message.get("thinking"), "name": message.get("tool_name")}
+    return {**said, **message, "content": parts}
 
 
 class Chat(Common):

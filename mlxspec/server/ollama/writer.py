@@ -3,12 +3,15 @@
 Rule: each line has the fields of the whole body; the last one has its counts.
 """
 
+import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from mlxspec.server.errors import ApiError, Json
-from mlxspec.server.stream import ENCODER, Choice, Choices, Piece, Usage, texts
+from mlxspec.server.stream import Choice, Choices, Piece, Usage, texts
 from mlxspec.text.tool_calls import as_object
+
+ASCII = json.JSONEncoder(separators=(",", ":"))  # some clients end lines at U+2028 too
 
 
 @dataclass(slots=True)
@@ -65,7 +68,7 @@ class LineWriter:
 
 
 def _encoded(line: Json) -> bytes:
-    return ENCODER.encode(line).encode() + b"\n"
+    return ASCII.encode(line).encode() + b"\n"
 
 
 def _end(choice: Choice, usage: Usage) -> Json:

@@ -81,6 +81,13 @@ def _listed_ids(value: Any) -> Any:
 ONE_OR_MORE = BeforeValidator(_listed_ids)  # token ids become a list of one prompt
 
 
+def _unset(value: Any) -> Any:
+    return None if type(value) is int and value == -1 else value
+
+
+UNSET = BeforeValidator(_unset)  # -1 is no value, as for Ollama, llama.cpp and LM Studio
+
+
 def _few(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"send at most {MAX_BIASES} entries")
@@ -99,6 +106,7 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema = JsonSchema()
+    value: Any = Field(default=None, alias="schema")  # of a json_object, as llama.cpp has it
 
 
 class StreamOptions(Strict):
@@ -130,8 +138,8 @@ class Common(Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_progress: bool = False
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Annotated[Count | None, UNSET] = None
+    max_completion_tokens: Annotated[Count | None, UNSET] = None
     max_output_tokens: Count | None = None
     stop: Annotated[Stops, BeforeValidator(listed)] = Field([])
     stop_token_ids: Annotated[list[Token], FIRST] = Field([], max_length=MAX_STOPS)
@@ -146,7 +154,7 @@ class Common(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[Biases, BeforeValidator(_few)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, UNSET] = None
     prediction: Prediction | None = None
 
     @property
@@ -228,7 +236,7 @@ class Chat(Common, TemplateFields):
 
     @property
     def alternatives(self) -> int | None:
-        return 0 if self.logprobs and self.top_logprobs is None else self.top_logprobs
+        return self.top_logprobs or (0 if self.logprobs else None)
 
     @property
     def format(self) -> Format | None:
@@ -239,7 +247,7 @@ class Chat(Common, TemplateFields):
                 raise invalid("grammar", "grammar with response_format: send one of them")
             return Format("grammar", self.grammar, lark=True)
         if given.type == "json_object":
-            return Format("response_format", OBJECT)
+            return Format("response_format", given.value or OBJECT)
         if given.type == "json_schema":
             return Format("response_format.json_schema.schema", given.json_schema.value)
         return None

@@ -211,5 +211,6 @@ def cache_clear(
 
     root = cache_of(load({}))
     if not yes:
-        typer.confirm(f"Delete the prefix cache and recorded answers in {root}?", abort=True)
+        what = "the prefix cache, recorded answers and what a training works with"
+        typer.confirm(f"Delete {what} in {root}?", abort=True)
     clear(root)

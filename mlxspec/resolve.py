@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlxspec import log
 from mlxspec.cache.follower import DiskFollower
-from mlxspec.config import Config, ConfigError
+from mlxspec.config import BUILT_IN, Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.drafting import NONE
 from mlxspec.engine.engine import Engine
@@ -24,7 +24,7 @@ from mlxspec.engine.models import CLOSE_S, UNLOAD_S, ModelManager, ModelSlot, re
 from mlxspec.files import format_size, read_json, weight_bytes
 from mlxspec.model import meter
 from mlxspec.model.cards import head_of
-from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, learned_head, resolve
+from mlxspec.model.hub import Resolved, cache_of, find_local, learned_head, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.mirror import Follower
 from mlxspec.model.parallel import Ranks
@@ -53,6 +53,10 @@ class ResolvedModel:
             log.info("rank %d of %d: no kernels of our own", ranks.rank, ranks.size)
             config = replace(config, kernels="off")
         draft = self.draft.path if self.draft else None
+        if not config.draft:  # a head may have been trained or deleted since the server started
+            draft = learned_head(Resolved(self.path, self.name), cache_of(config)) or draft
+            if draft and not find_head(draft).standalone:
+                draft = None
         try:
             return load_engine(self.path, self.name, config, draft, reserved, ranks)
         except Exception as error:
@@ -91,10 +95,10 @@ def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
     found: list[str] = []
     for each in _each(config):
-        model = _split_name(each.model)[1] or DEFAULT
+        model = _split_name(each.model)[1] or BUILT_IN
         found.append(model)
         with suppress(UnsupportedModel):  # files or a card, which their user reports
-            found += filter(None, [_draft_of(model, on_disk(model, config), each)])
+            found += filter(None, [draft_of(model, on_disk(model, config), each)])
     return found
 
 
@@ -111,7 +115,7 @@ def resolve_model(config: Config) -> ResolvedModel:
     name, model = _split_name(config.model)
     found = resolve(model, cache, METAL)
     try:
-        if wanted := _draft_of(found.name, found.path, config):
+        if wanted := draft_of(found.name, found.path, config):
             if not find_local(wanted, cache, METAL, draft=True):
                 log.info("fetching %s, which drafts for this model; --draft off leaves it", wanted)
             draft = resolve(wanted, cache, METAL, draft=True)
@@ -135,7 +139,7 @@ def _each(config: Config) -> list[Config]:
     return [config, *others]
 
 
-def _draft_of(model: str, path: Path | None, config: Config) -> str:
+def draft_of(model: str, path: Path | None, config: Config) -> str:
     """What drafts for a model: by the settings, else the head that was trained for it here, else
     the one that a card names, unless its files hold one or are damaged. Raises UnsupportedModel."""
     if config.draft == NONE or config.speculate == "off":

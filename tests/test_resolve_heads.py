@@ -17,6 +17,7 @@ from mlxspec.model import hub
 from mlxspec.model.cards import head_of, target_of
 from mlxspec.model.layout import load
 from mlxspec.speculate.heads.files import find_draft, find_head
+from mlxspec.training.run import drop_others, install
 from mlxspec.types import UnsupportedModel
 from tests.heads import kinds, packagings
 from tests.heads.packagings import SIDECAR, TARGET, write_json
@@ -262,6 +263,33 @@ def test_a_small_model_that_holds_a_head_drafts_as_a_whole(tmp_path: Path) -> No
     config["text_config"]["num_hidden_layers"] *= 2
     write_json(large / "config.json", config)
     assert find_draft(raw, TARGET).standalone and not find_draft(raw, large).standalone
+
+
+def drafting_of(found: resolve.ResolvedModel) -> list[str]:
+    engine, _ = found.load()
+    return [drafter.name for drafter in engine.proposer.drafters if drafter.lazy]
+
+
+def test_a_running_server_takes_the_head_that_is_there_when_it_loads(tmp_path: Path) -> None:
+    """One that was trained since, a better one in its place, none where it was deleted."""
+    cache = tmp_path / "cache"
+    found = resolve.resolve_model(
+        Config(model=str(kinds.TARGET), cache_dir=str(cache), cache_gb=0, kv_blocks=64)
+    )
+    assert drafting_of(found) == []
+    place = cache / "heads" / hub.storage_name("x", kinds.TARGET)
+    first = kinds.write("eagle3", "speculators", place.with_name(f"{place.name}.1"))
+    install(first, place)
+    assert drafting_of(found) == ["eagle3"]
+    started = resolve.resolve_model(found.config)  # a server that has begun with the first
+    second = kinds.write("dflash", "speculators", place.with_name(f"{place.name}.2"))
+    install(second, place)
+    drop_others(place)
+    assert not first.exists()
+    assert drafting_of(found) == drafting_of(started) == ["dflash"]
+    place.unlink()
+    shutil.rmtree(second)
+    assert drafting_of(found) == drafting_of(started) == []
 
 
 def test_a_head_that_was_trained_here_comes_first(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`mlxspec chat`: a chat in the terminal with a running server.
 
-Answers go to stdout and everything else to stderr, so that a pipe gets only the answers.
+Answers go to stdout and everything else to stderr, reasoning too, so that a pipe gets only the
+answers.
 """
 
 import http.client
@@ -56,18 +57,24 @@ def chat(
 
 
 def answer(url: str, api_key: str, body: Json, text: str) -> None:
-    """Print one answer as it streams, and append both turns to `body["messages"]`. Ctrl-C stops it;
-    what came stays in the conversation."""
+    """Print one answer and its reasoning as they stream, and append question and answer to
+    `body["messages"]`. Ctrl-C stops it; what came of the answer stays in the conversation."""
     messages = [*body["messages"], {"role": "user", "content": text}]
     sent = body | {"messages": messages}
-    reply = ""
+    reply, thinking = "", False
     try:
         with request(url, api_key, "POST", "/v1/chat/completions", sent) as response:
             for event in _events(response):
                 for choice in event["choices"]:
-                    piece = choice["delta"].get("content") or ""
-                    reply += piece
-                    print(_plain(piece), end="", flush=True)
+                    if thought := choice["delta"].get("reasoning_content"):
+                        thinking = True
+                        _note(_dim(thought), end="")
+                    if piece := choice["delta"].get("content"):
+                        if thinking:
+                            _note("\n")
+                        thinking = False
+                        reply += piece
+                        print(_plain(piece), end="", flush=True)
     except KeyboardInterrupt:
         _note("stopped")
     finally:
@@ -108,5 +115,9 @@ def _plain(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _dim(text: str) -> str:
+    return f"\x1b[2m{_plain(text)}\x1b[0m" if sys.stderr.isatty() else _plain(text)
+
+
+def _note(text: str, end: str = "\n") -> None:
+    print(text, file=sys.stderr, flush=True, end=end)

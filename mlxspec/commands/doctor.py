@@ -97,9 +97,9 @@ def _installation(config: Config) -> Iterator[Check]:
     elif missing():
         yield Check("metal", f"{missing()}; unset MLX_ variables that hide the GPU", broken=True)
     folder = cache_of(config).absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # Path.exists raises where a folder may not be searched
         folder = folder.parent
-    if folder.is_dir() and os.access(folder, os.W_OK):
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
         yield Check("cache", str(cache_of(config)))
     else:
         yield Check("cache", f"{folder} is not writable; set cache_dir to another", broken=True)

@@ -4,7 +4,7 @@ Rule: listing downloads nothing and reads no weights beyond their headers.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlxspec import blas
@@ -32,15 +32,20 @@ class LocalModel:
 def local_models(config: Config) -> list[LocalModel]:
     """The models of the settings, the built-in model, and those that mlx-lm can load in the folders
     of other programs."""
-    from mlxspec.model.cards import cards, head_of, target_of
-    from mlxspec.model.hub import Resolved, cache_of, installed, learned_head
+    from mlxspec.engine.drafting import NONE
+    from mlxspec.model.cards import cards, target_of
+    from mlxspec.model.hub import installed
     from mlxspec.model.layout import has_code
-    from mlxspec.resolve import models_of, on_disk
+    from mlxspec.resolve import draft_of, models_of, on_disk
     from mlxspec.speculate.heads.files import find_head
 
     known, found, there = cards(), [], installed()
     for name in dict.fromkeys((*models_of(config), *known, *sorted(there))):
-        path = there.get(name) or on_disk(name, config)
+        try:
+            path = there.get(name) or on_disk(name, config)
+        except UnsupportedModel:  # of the settings
+            found.append(LocalModel(name, "model", None, 0, "incomplete"))
+            continue
         if not path:
             size = known[name].source.bytes if name in known else 0
             found.append(LocalModel(name, "head" if target_of(name) else "model", None, size))
@@ -51,8 +56,9 @@ def local_models(config: Config) -> list[LocalModel]:
             found.append(LocalModel(name, "head", path, size))
         elif name not in there or has_code(head.config):
             fits = _fits(config, path, size)
-            learned = learned_head(Resolved(path, name), cache_of(config))
-            drafts = head.kind or str(learned or head_of(name))
+            drafts = draft_of(name, path, replace(config, draft="")) or head.kind
+            if config.draft == NONE or config.speculate == "off":
+                drafts = ""
             found.append(LocalModel(name, "model", path, size, fits, drafts))
     return found
 

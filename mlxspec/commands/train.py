@@ -22,7 +22,7 @@ from mlxspec.commands.bench import Task, prompt_of  # noqa: E402  after BLAS
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import release_memory  # noqa: E402
-from mlxspec.model.hub import cache_of, storage_name  # noqa: E402
+from mlxspec.model.hub import Resolved, cache_of, learned_head, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.resolve import ResolvedModel, resolve_model  # noqa: E402
 from mlxspec.speculate.heads.files import HeadFiles  # noqa: E402
@@ -67,6 +67,7 @@ WARM = 0.7  # temperature of every second answer
 KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something: NOTES.md
 VOCABULARY = 16_384  # of a new head
 ASK_S = 1.0  # between two questions to the server
+PATIENCE = 60  # questions: it may restart, or be stuck for a while
 MEASURED = 32  # held-out windows
 COMPARED, COMPARED_TOKENS = 8, 96  # held-out prompts at the end, most tokens of each answer
 
@@ -84,20 +85,23 @@ class Options:
 
 @dataclass(slots=True)
 class Server:
-    """The server that is not to be disturbed. Raises UserError where it does not answer."""
+    """The server that is not to be disturbed, if one runs."""
 
     url: str
     api_key: str
     asked: float = 0.0
+    unwell: int = 0  # questions without a usable answer, in a row
 
     def wait(self) -> None:
-        """Return once it has no request."""
+        """Return once it has no request. Raises UserError where it cannot say what it does: because
+        of a wrong key, for example, at the first question, else after PATIENCE of them."""
         while time.monotonic() - self.asked > ASK_S:
             now = get_status(self.url, self.api_key)
-            self.asked = time.monotonic()
-            if now.state == "unwell":  # a wrong key, for example: it cannot say what it does
+            self.unwell = self.unwell + 1 if now.state == "unwell" else 0
+            if self.unwell and (not self.asked or self.unwell > PATIENCE):
                 raise UserError(f"the server at {self.url} cannot be asked: {now.why}")
-            if now.running + now.waiting or now.state == "loading":
+            self.asked = time.monotonic()
+            if now.running + now.waiting + self.unwell or now.state == "loading":
                 time.sleep(2 * ASK_S)
 
 
@@ -107,7 +111,11 @@ def train(config: Config, options: Options, server: Server) -> int:
     model = resolve_model(settings)
     model = replace(model, config=replace(model.config, speculate="off"))
     cache, name = cache_of(config), storage_name(model.name, model.path)
-    made = cache / "heads" / f"{name}.{time.time_ns()}"
+    heads = cache / "heads"
+    learned = learned_head(Resolved(model.path, model.name), cache)
+    if learned and learned.parent == heads:
+        name = learned.name  # it may have been made while the model had another name
+    made = heads / f"{name}.{time.time_ns()}"
     with lock(cache / "training" / f"{name}.lock", wait=False) as alone:
         if not alone:
             raise UserError(f"another training of {model.name} runs; wait until it ends")
@@ -148,7 +156,7 @@ def _train(
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""
     # What does not fit is refused before hours of answers.
-    trainer, _ = _new_trainer(model, options, [], 1)
+    trainer = _new_trainer(model, options, [], 1)[0]  # its files hold a head's tensors
     server.wait()
     training = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
     del trainer

@@ -66,7 +66,7 @@ def run(
                 loss = trainer.step(plan[trainer.done])
                 report(trainer.done, len(plan))
                 if trainer.done % max(1, len(plan) // MEASURES) == 0:
-                    kept = 1 + sum(trainer.measure(held_out))
+                    kept = 1 + sum(trainer.measure(held_out, wait))
                     print(
                         f"step {trainer.done} of {len(plan)}: loss {loss:.2f},"
                         f" {kept:.2f} tokens a round on held-out answers",
@@ -79,7 +79,7 @@ def run(
                     due = ended + max(SAVE_S, SAVE_PART * (ended - began))
     finally:
         write_tensors(state, trainer.state(), {"samples": digest})
-    return trainer.measure(held_out)
+    return trainer.measure(held_out, wait)
 
 
 def resume(trainer: Trainer, state: Path, digest: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mlxspec.types import UserError
 MOST_FILES = 4000
 TEXT_BYTES = 1 << 20  # of a file; longer ones are rarely written by hand
 PIECE_CHARS = 2000
+MOST_PIECES = 50_000  # at most 100 MB: far more than is learned from
 HELD_OUT = 20  # one subject of so many is for measuring
 
 
@@ -118,11 +119,12 @@ def pieces(directory: Path) -> list[tuple[str, str]]:
     there are none."""
     files = [path for path in directory.rglob("*") if _is_readable(path, directory)]
     files.sort(key=lambda path: key_of(str(path.relative_to(directory))))
-    found = [
+    every = (
         (str(path.relative_to(directory)), piece)
         for path in files[:MOST_FILES]
         for piece in _pieces_of(path)
-    ]
+    )
+    found = list(islice(every, MOST_PIECES))
     if not found:
         raise UserError(f"--data {directory} holds no text; give a directory of code or documents")
     return sorted(found, key=lambda each: key_of("\0".join(each)))

@@ -97,12 +97,15 @@ class Trainer:
         mx.eval(self.weights, self.optimizer.state, loss)
         return float(np.array(loss))
 
-    def measure(self, samples: Sequence[Sample]) -> list[float]:
+    def measure(
+        self, samples: Sequence[Sample], wait: Callable[[], None] = lambda: None
+    ) -> list[float]:
         """The share of drafts of held-out samples with more than 0, 1, ... right tokens: the
-        target's likeliest ones."""
+        target's likeliest ones. `wait` is called before each batch."""
         right = [0.0] * CHAIN
         tried = 0.0
         for group in batches(samples):
+            wait()
             batch = self.target.batch(group)
             best = batch.teacher.argmax(axis=-1)
             alive: Any = 1

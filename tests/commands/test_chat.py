@@ -99,6 +99,25 @@ def contents(body: dict[str, Any]) -> list[str]:
     return [message["content"] for message in body["messages"]]
 
 
+def test_reasoning_is_shown_beside_the_answer() -> None:
+    def thinks(peer: Peer, body: dict[str, Any]) -> None:
+        peer.send_response(200)
+        peer.end_headers()
+        for delta in (
+            {"reasoning_content": "Let me"},
+            {"reasoning_content": " see."},
+            {"content": "Yes"},
+        ):
+            peer.event({"choices": [{"index": 0, "delta": delta}]})
+        peer.wfile.write(b"data: [DONE]\n\n")
+
+    with serving(thinks) as server:
+        done = chat(server.url, "one\ntwo\n")
+    assert (done.returncode, done.stdout) == (0, "Yes\nYes\n")
+    assert done.stderr.split() == ["Let", "me", "see."] * 2
+    assert contents(server.bodies[1]) == ["one", "Yes", "two"]
+
+
 def test_piped_turns() -> None:
     with serving(echo) as server:
         done = chat(

@@ -12,6 +12,8 @@ from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
 from mlxspec import cli
+from mlxspec.commands.doctor import _installation
+from mlxspec.config import Config
 from mlxspec.engine.loader import KERNELS_DIR
 from mlxspec.kernels.verify import Verdict, VerdictFile
 from mlxspec.service.status import Status
@@ -118,6 +120,19 @@ def test_mistakes_are_broken_checks(
     monkeypatch.setenv(name, value.format(file=file))
     code, _, broken = report(*(word.format(file=file) for word in words))
     assert code == 1 and text.format(file=file) in broken
+
+
+def test_a_cache_that_nobody_may_look_into(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pathlib raises."""
+    config = Config(cache_dir=str(tmp_path / "closed/cache"))
+
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert {check.name for check in _installation(config)} >= {"versions", "cache"}
 
 
 def test_weights_that_were_cut_off(model: Path) -> None:

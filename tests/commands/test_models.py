@@ -185,6 +185,21 @@ def test_the_head_of_each_is_named(tmp_path: Path) -> None:
     assert names == ["mlx-community/Qwen3.8-27B-MTP-4bit", "mtp", str(head), ""]
 
 
+def test_drafts_that_are_off_are_not_named(tmp_path: Path) -> None:
+    studio = tmp_path / ".lmstudio/models"
+    packagings.write("embedded", studio / "x/embedded")
+    for settings in ({"draft": "off"}, {"speculate": "off"}):
+        assert listed(tmp_path, **settings)["x/embedded"].head == ""
+
+
+def test_a_wrong_setting_hides_no_model(model: Path, tmp_path: Path) -> None:
+    placed(tmp_path / ".lmstudio/models/x/good")
+    (model / "model.safetensors").unlink()
+    for name in (str(model), "nobody"):
+        found = listed(tmp_path, model=name)
+        assert found[name].fits == "incomplete" and "x/good" in found
+
+
 def test_thousands_of_entries(tmp_path: Path) -> None:
     studio = tmp_path / ".lmstudio/models"
     for i in range(50):

@@ -242,6 +242,50 @@ def test_recorded_answers_come_first(
     assert sum(map(len, SampleFile(answers).read().values())) >= 700
 
 
+def test_a_head_keeps_its_place_where_its_model_has_another_name(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two would be found."""
+    better(monkeypatch, 1.0, 1.5, 1.5, 1.8)
+    assert command(*WORDS) == 0
+    monkeypatch.setenv("MLXSPEC_NAME", "coder")
+    assert command(*WORDS) == 0
+    assert len(list((cache / "heads").iterdir())) == 2  # the last head and the link to it
+    assert len(list((cache / "training").glob("*/answers.jsonl"))) == 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that pass only while somebody sleeps."""
+    now = [100.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(train.time, "sleep", lambda s: now.append(now.pop() + s))
+    return now
+
+
+def test_a_server_that_hesitates_is_asked_again(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of answers are not given up for a question that failed."""
+    well, unwell = Status("", "idle"), Status("", "unwell", why="timed out")
+    says = iter([well, unwell, unwell, well])
+    monkeypatch.setattr(train, "get_status", lambda url, key: next(says))
+    server = train.Server("http://127.0.0.1:1", "")
+    server.wait()
+    train.time.sleep(5)
+    server.wait()
+    assert next(says, None) is None and server.unwell == 0
+
+
+def test_a_server_that_stays_unwell_is_given_up(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "get_status", lambda url, key: Status("", "unwell", why="gone"))
+    with pytest.raises(UserError, match="gone"):
+        train.Server("http://127.0.0.1:1", "", asked=1.0).wait()
+    assert clock[0] == 100 + 2 * train.ASK_S * train.PATIENCE
+
+
 def test_a_server_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong key is no reason to compute beside it."""
     unwell = Status("", "unwell", why="the server answered 401; give --api-key")

@@ -75,6 +75,15 @@ def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
     assert pieces(tmp_path) == [("whole.py", "x = 1\n")]
 
 
+def test_no_more_is_read_than_is_ever_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.training.samples.MOST_PIECES", 3)
+    for n in range(9):
+        (tmp_path / f"{n}.txt").write_text("text\n")
+    assert len(pieces(tmp_path)) == 3
+
+
 def test_tokens_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
     """Another model lay in its directory when they were recorded."""
     file = SampleFile(tmp_path / "answers.jsonl", 10)

@@ -249,8 +249,8 @@ class Engine:
         self.scheduler.low_memory = level == CRITICAL
         if level > self._pressure:
             meter.trim()
-            if level == CRITICAL:
-                kv.evict_cached()
+            if level == CRITICAL and kv.states:  # pools keep their memory, snapshots do not
+                kv.states.kept.clear()
         for pool in kv.pools:
             pool.save_memory = level > NORMAL  # then cached blocks are evicted as others are needed
         self._pressure = level

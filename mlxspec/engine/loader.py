@@ -100,7 +100,7 @@ def load_engine(
             add_drafters(engine, cache, drafting, config)
         _add_disk(engine, config, path, facts | drafting.facts, name)
     cache.save(file)
-    _log_limits(engine.scheduler, layout, context)
+    _log_limits(engine.scheduler, layout, context, config.max_sequences)
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
     return engine, info
 
@@ -130,10 +130,13 @@ def _find_layout(
         raise UnsupportedModel(f"{path}: {error}") from error
 
 
-def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int) -> None:
-    """Log why the engine is slower or smaller than requested."""
+def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int, wanted: int) -> None:
+    """Log why the engine is slower or smaller than requested: with `context` tokens, and `wanted`
+    sequences at a time."""
     for reason in layout.refused:
         log.info("layout refused: %s", reason)
+    if scheduler.max_sequences < wanted:
+        log.warning("memory holds states of %d running sequences", scheduler.max_sequences)
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,8 @@ CONTEXTS = 4  # full contexts that the KV pool holds at most
 LEAST_CONTEXT = 8192  # tokens of one sequence that must fit, unless --context is lower
 STATES = 2  # a step reads one recurrent state of a sequence and writes another
 STATE_PART, MOST_SNAPSHOTS = 8, 1024  # snapshots: an eighth of the KV bytes, and a limit
-SNAPSHOTS = 2  # for each running sequence, at least
+SNAPSHOTS = 2  # for each running sequence, if memory allows
+FEW = 4  # sequences whose states come before more KV than LEAST_CONTEXT
 LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
 # Bytes. Steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion parameters, fp32;
 # what is on its way to and from the disk is limited to 256 MiB.
@@ -156,11 +157,13 @@ class MemoryMonitor:
 
 
 class PoolLimits(NamedTuple):
-    """One kind of cache: bytes of a unit, the fewest units that work, the most that are useful."""
+    """One kind of cache: bytes of a unit, the fewest units that work, the most that are useful, and
+    how many a few conversations need, which comes before long contexts."""
 
     unit: int
     least: int
     most: int
+    few: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ def make_plan(
     cache: CacheSizes,
     free: int,
 ) -> MemoryPlan:
-    """Divide `free` bytes beside `weights`: pools and states, each cut by the same part if needed.
+    """Divide `free` bytes beside `weights`: first what a few conversations need, from half of what
+    the least leaves, then pools and states, each cut by the same part if needed.
 
     Windows that no context exceeds are in the pool for full attention. All models have equal parts
     of the memory for caches, which one sequence may exceed. Raises OutOfMemory."""
@@ -193,16 +197,14 @@ def make_plan(
     pools = _pool_limits(config, context, token_bytes, windows, state_bytes)
     part = 1.0 if config.kv_blocks else CACHE_SHARE
     budget = int((free - weights - headroom()) * part)
-    least = sum(pool.unit * pool.least for pool in pools)
+    least = _bytes(pools, [pool.least for pool in pools])
     if least > budget:
         raise _too_large(config, weights, int(least / part), free)
-    wanted = max(1, sum(pool.unit * pool.most for pool in pools) - least)
-    rest = min(max(0, budget // (1 + len(config.others)) - least), wanted)
-    counts = [
-        pool.least + (pool.most - pool.least) * rest // wanted if pool.unit else pool.most
-        for pool in pools
-    ]
-    cache_bytes = sum(pool.unit * n for pool, n in zip(pools, counts, strict=True))
+    rest = max(0, budget // (1 + len(config.others)) - least)
+    counts = _raised(pools, [pool.least for pool in pools], [pool.few for pool in pools], rest // 2)
+    cache_bytes = _bytes(pools, counts)
+    counts = _raised(pools, counts, [pool.most for pool in pools], rest + least - cache_bytes)
+    cache_bytes = _bytes(pools, counts)
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
@@ -210,6 +212,23 @@ def make_plan(
     stride = max(LEAST_STRIDE, by_size, by_count)
     kept = dict(zip(windows, window_blocks, strict=True))
     return MemoryPlan(weights, cache_bytes, blocks, kept, sequences, snapshots, stride)
+
+
+def _raised(
+    pools: Sequence[PoolLimits], counts: Sequence[int], tops: Sequence[int], rest: int
+) -> list[int]:
+    """`counts` of units, each raised by the same part of the way to its top, for `rest` bytes."""
+    missing = [max(0, top - n) for n, top in zip(counts, tops, strict=True)]
+    wanted = max(1, _bytes(pools, missing))
+    part = min(rest, wanted)
+    return [
+        n + (more * part // wanted if pool.unit else more)
+        for pool, n, more in zip(pools, counts, missing, strict=True)
+    ]
+
+
+def _bytes(pools: Sequence[PoolLimits], counts: Sequence[int]) -> int:
+    return sum(pool.unit * n for pool, n in zip(pools, counts, strict=True))
 
 
 def _pool_limits(
@@ -231,8 +250,9 @@ def _pool_limits(
         pools.append(PoolLimits(window_bytes * size, min(one, full), min(2 * every, most)))
     by_size = token_bytes * size * most // STATE_PART // max(1, state_bytes)
     snapshots = max(SNAPSHOTS * sequences, min(by_size, MOST_SNAPSHOTS))
-    pools.append(PoolLimits(STATES * state_bytes, 1, sequences))
-    pools.append(PoolLimits(state_bytes, 0, snapshots))
+    few = min(FEW, sequences)
+    pools.append(PoolLimits(STATES * state_bytes, 1, sequences, few))
+    pools.append(PoolLimits(state_bytes, 0, snapshots, SNAPSHOTS * few))
     if config.kv_blocks:
         pools = [pool._replace(least=pool.most) for pool in pools]
     return pools

@@ -135,6 +135,8 @@ class ModelManager:
         for engine in self._engines():
             engine.check()
             engine.housekeep()
+            if engine.runner.mirror:
+                engine.runner.mirror.flush()  # evictions by memory pressure
 
     def snapshot(self) -> dict[str, Served]:
         """All models by name, the default first."""
@@ -254,8 +256,10 @@ class ModelManager:
             self._turns.rotate(-1)
             if slot.engine and slot.engine.active:
                 slot.used = self.clock()
-                active = [engine for engine in self._engines() if engine.active]
-                return slot.engine.step(alone=len(active) == 1)
+                others = [engine for engine in self._engines() if engine is not slot.engine]
+                if not slot.engine.busy:  # it only saves blocks, which a slow disk may hold up
+                    self.ranks.remind()
+                return slot.engine.step(alone=not any(engine.busy for engine in others))
         return []
 
     def _load(self, slot: ModelSlot) -> Outputs:

@@ -168,8 +168,10 @@ class Mirror:
         return placed
 
     def flush(self, read: str = "") -> None:
-        """Tell what happened now instead of with the next plan, and which run to read."""
-        self.ranks.send({"events": self._take_events(), "of": self.model, "read": read})
+        """Tell what happened, if anything, now instead of with the next plan, and which run to
+        read."""
+        if self._events or read:
+            self.ranks.send({"events": self._take_events(), "of": self.model, "read": read})
 
 
 def _in_hex(keys: Iterable[bytes]) -> list[str]:

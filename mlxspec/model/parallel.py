@@ -204,6 +204,11 @@ class Ranks:
             self._post(data, words)
         self._expect(message)
 
+    def remind(self) -> None:
+        """Tell the others that this rank is alive, if it has said nothing for long."""
+        if time.monotonic() - self._last_message[0] > TIMEOUT_S / 4:
+            self.send({})
+
     def end(self) -> None:
         """Let the others end, unless they have failed as well."""
         children, self.children = self.children, ()  # which are expected to end

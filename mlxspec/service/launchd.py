@@ -142,20 +142,23 @@ def install(agent: Json) -> str:
     before = agent_file().read_bytes() if agent_file().exists() else b""
     listen = agent["Sockets"][SOCKET]
     unload()
-    bind(Config(host=listen["SockNodeName"], port=int(listen["SockServiceName"]))).close()
-    log_file().parent.mkdir(0o700, parents=True, exist_ok=True)  # or launchd starts nothing
-    crashes.forget()
-    log_file().touch(0o600)
-    load_agent(agent)
-    if not _until(crashes.is_running, START_S):
+    try:
+        bind(Config(host=listen["SockNodeName"], port=int(listen["SockServiceName"]))).close()
+        log_file().parent.mkdir(0o700, parents=True, exist_ok=True)  # or launchd starts nothing
+        crashes.forget()
+        log_file().touch(0o600)
+        load_agent(agent)
+        if not _until(crashes.is_running, START_S):
+            raise UserError(
+                "the service did not start, so this is undone; macOS keeps what lies in ~/Desktop,"
+                " ~/Documents or ~/Downloads from it: move mlxspec out of there, or run: pipx"
+                " install . If that is not it, see: mlxspec service logs"
+            )
+    except (UserError, OSError):
         remove_agent(LABEL)
         if before:
             load_agent(plistlib.loads(before))
-        raise UserError(
-            "the service did not start, so this is undone; macOS keeps what lies in ~/Desktop,"
-            " ~/Documents or ~/Downloads from it: move mlxspec out of there, or run: pipx install ."
-            " If that is not it, see: mlxspec service logs"
-        )
+        raise
     return f"the service listens at {url_in(agent)}/v1, now and after each login"
 
 

@@ -115,7 +115,8 @@ def _import_rumps() -> Any:
         return importlib.import_module("rumps")
     except ImportError as error:
         raise UserError(
-            "the menu bar needs rumps: run on a Mac: pip install 'mlxspec[menubar]'"
+            "the menu bar needs rumps: on a Mac, in the checkout:"
+            " uv tool install --reinstall '.[menubar]'"
         ) from error
 
 

@@ -178,6 +178,18 @@ def test_windows_and_states_are_planned() -> None:
     )
 
 
+@pytest.mark.parametrize(("gib", "sequences", "snapshots"), [(7, 2, 4), (3, 1, 1), (40, 4, 8)])
+def test_a_few_conversations_come_before_one_long_context(
+    gib: int, sequences: int, snapshots: int
+) -> None:
+    """With a state as large as that of Qwen3.8-27B; an agent asks a small question beside its own,
+    which would cost the prefix of the long one."""
+    got = plan((65536, (), 154 << 20), gib * GIB, 262_144)
+    assert got.sequences >= sequences and got.snapshots >= snapshots
+    assert got.blocks > memory.LEAST_CONTEXT // 32
+    assert got.cache_bytes <= gib * GIB // 2
+
+
 def test_snapshots_keep_their_distance() -> None:
     assert plan((0, (), 1 << 20), 1 << 40).snapshot_stride == 32
     assert plan((1 << 20, (), 1), 1 << 50, 1 << 20).snapshot_stride == 128

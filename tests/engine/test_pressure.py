@@ -119,23 +119,28 @@ def test_while_memory_is_very_short_one_request_runs_at_a_time() -> None:
     assert tiny.tokens(outputs, "r5", 1) == plain([5, 1, 2], 12)
 
 
-def test_cached_blocks_are_evicted_when_pressure_rises() -> None:
-    e = tiny.engine(tiny.model("qwen3"), monitor=FixedMonitor())
-    prompt = list(range(40))
+@pytest.mark.parametrize(("kind", "layout"), [("qwen3", "rows"), ("mamba2", "rect")])
+def test_snapshots_are_evicted_when_memory_is_very_short_and_blocks_stay(
+    kind: str, layout: Any
+) -> None:
+    """Pools would keep their memory."""
+    e = tiny.engine(tiny.model(kind), layout=layout, monitor=FixedMonitor())
+    prompt, kv = list(range(40)), e.scheduler.kv
 
-    def ask(level: int) -> tuple[int, list[int]]:
-        e.monitor.level = level
-        e.housekeep()
+    def ask() -> tuple[int, list[int]]:
         e.add(tiny.request("r", prompt, 8))
         outputs = tiny.run(e)
         return outputs[-1].cached, tiny.tokens(outputs, "r")
 
-    (cold, first), (warm, second) = ask(NORMAL), ask(NORMAL)
+    (cold, first), (warm, second) = ask(), ask()
     assert cold == 0 and warm > 30
-    again, third = ask(CRITICAL)
-    assert again == 0 and ask(CRITICAL)[0] > 30, "only what was there when it got very short"
-    assert ask(NORMAL)[0] > 30 and ask(CRITICAL)[0] == 0
-    assert first == second == third == tiny.Plain(tiny.model("qwen3"))(prompt, 8)
+    cached = len(kv.pool.idle)
+    e.monitor.level = CRITICAL
+    e.housekeep()
+    assert len(kv.pool.idle) == cached > 0 and not (kv.states and kv.states.kept)
+    again, third = ask()
+    assert (again > 30) == (kv.states is None)
+    assert first == second == third == tiny.Plain(tiny.model(kind))(prompt, 8)
 
 
 def test_while_memory_is_short_all_are_served_and_the_cache_gives_way_block_by_block() -> None:
@@ -210,23 +215,28 @@ def test_a_worker_refuses_while_memory_is_critical(worker: Worker, monitor: Memo
     assert tiny.stats(worker).blocks_used == 0
 
 
-def test_an_idle_worker_frees_cached_blocks(
-    worker: Worker, monitor: MemoryMonitor, monkeypatch: Any
-) -> None:
+def test_an_idle_worker_frees_snapshots(monitor: MemoryMonitor, monkeypatch: Any) -> None:
+    info = ModelInfo("tiny", 512, tiny.VOCAB, "rect", 8, 1000, 234, 0)
+    manager = tiny.manager(lambda: (tiny.engine(tiny.model("mamba2"), layout="rect"), info))
+    manager.monitor = monitor
+    worker = Worker(manager, max_sequences=8)
+    worker.launch()
+
     async def main() -> None:
         prompt = list(range(40))
         assert [o async for o in worker.submit(tiny.request("r", prompt, 3))]
-        while worker._busy or not tiny.stats(worker).blocks_cached:
+        while worker._busy or not tiny.stats(worker).states:
             await asyncio.sleep(0)
         monkeypatch.setattr("mlxspec.engine.worker.IDLE_POLL_S", 0.01)
         worker.abort("nobody")  # so that the wait starts again
         monitor.level = CRITICAL
         async with asyncio.timeout(30):
-            while tiny.stats(worker).blocks_cached:
+            while tiny.stats(worker).states:
                 await asyncio.sleep(0.01)
         assert tiny.stats(worker).memory_pressure == CRITICAL and worker.stalled() == 0
 
     asyncio.run(main())
+    worker.stop()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

@@ -247,6 +247,14 @@ def test_a_port_in_use_is_named(tool: fake.Launchctl) -> None:
     assert not tool.loaded and not launchd.agent_file().exists()
 
 
+def test_a_change_that_fails_leaves_the_service_as_it_was(tool: fake.Launchctl) -> None:
+    before = agent()
+    launchd.install(before)
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError):
+        launchd.install(agent(port=str(other.getsockname()[1])))
+    assert tool.loaded and plistlib.loads(launchd.agent_file().read_bytes()) == before
+
+
 def test_a_file_in_the_way_is_named(tool: fake.Launchctl, tmp_path: Path) -> None:
     (tmp_path / "Library").write_text("")
     with pytest.raises(OSError, match="Library"):

@@ -18,7 +18,7 @@ from mlxspec import blas
 blas.load()
 
 from mlxspec.speculate.controller import GRID, Controller, Costs, Key, Proposal  # noqa: E402
-from mlxspec.speculate.draft_model import MAX_DEPTH as MODEL_DEPTH  # noqa: E402
+from mlxspec.speculate.draft_model import MAX_CHAIN as MODEL_DEPTH  # noqa: E402
 from mlxspec.speculate.proposer import FIRST_TOKEN as FIRST_MODEL  # noqa: E402
 
 SOURCE = "model"

@@ -91,8 +91,8 @@ def time_step(
     context: int,
     rows: int,
 ) -> float:
-    """Seconds of a step with `rows` rows after `context` tokens, sampled at temperature 1, half of
-    whose draft is rejected. What the blocks and the state hold does not matter."""
+    """Seconds of a step with `rows` rows after `context` tokens, sampled at temperature 1, whose
+    draft is nearly always rejected. What the blocks and the state hold does not matter."""
     entry = Entry(unused_seq(runner, table, context), context, 1, True)
     entry.draft = Draft([0 for _ in range(rows - 1)])
     began = time.perf_counter()

@@ -15,7 +15,7 @@ from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
 
-MAX_DEPTH = 8  # tokens that are drafted at most: each takes a pass
+MAX_CHAIN = 8  # tokens that are drafted at most: each takes a pass
 LIKELIEST = "likeliest"  # how tokens are drawn that are, whatever the temperature
 MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
 

@@ -12,7 +12,7 @@ from mlx.core import array as Array
 
 from mlxspec.model.batch import Shift, build_inputs, starts_of
 from mlxspec.model.runner import Runner, flat_caches
-from mlxspec.speculate.chain import MAX_DEPTH, Chain
+from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows, unchanged
 from mlxspec.types import UNLIMITED, Plan, Seq
 
@@ -67,7 +67,7 @@ class DraftPass(Pass):
         """Not behind another's drafts in flight, which it would have to read."""
         if seq.inflight_drafts and seq.flight[-1].draft.source != "model":
             return False
-        return seq.known + seq.inflight_drafts + MAX_DEPTH <= self.model.context
+        return seq.known + seq.inflight_drafts + MAX_CHAIN <= self.model.context
 
     def read(self, rows: Rows) -> None:
         context = self.model.context

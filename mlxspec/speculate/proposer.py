@@ -1,5 +1,5 @@
 """Chooses, for every sequence of a step, which drafter drafts and how many tokens: what brings the
-most expected tokens per second.
+most expected tokens per second. What vLLM calls a proposer is a Drafter here.
 
 Rule: acceptance rates and costs are measured while serving. Where drafting does not pay it is
 parked, and probed now and then.
@@ -46,8 +46,7 @@ class Proposer:
         self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
         self._asked: dict[Seq, list[Proposal]] = {}  # until a step is read or drafted for
-        # Also those that failed.
-        self._by_name = {drafter.name: drafter for drafter in self.drafters}
+        self._names = [drafter.name for drafter in self.drafters]  # also of those that fail
 
     def begin(self, seq: Seq) -> None:
         self._stats[seq] = self.control.begin()
@@ -141,7 +140,7 @@ class Proposer:
                     yield seq, min(self.depth, len(best.rates)), best
             return
         context = sum(seq.known for seq in seqs)
-        mode = "overlap" if self._overlaps() else "exact"
+        mode = "overlap" if all(lazy) else "exact"
         decided = self.control.decide(stats, options, context, mode)
         for seq, (depth, proposal) in zip(seqs, decided, strict=True):
             if depth and proposal:
@@ -193,7 +192,8 @@ class Proposer:
             self._learn_costs(step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):
             if new.tokens and e.seq.finish is None:
-                keys = e.draft.rate_keys[: len(e.draft)]
+                # Of a draft that a grammar cut, the token that it refused counts as rejected.
+                keys = e.draft.rate_keys[: min(e.depth, len(e.draft) + 1)]
                 self.control.learn(self._stats[e.seq], keys, new.drafts)
         for drafter in self.drafters:
             self._ask(drafter, drafter.observe, step, accepted)
@@ -213,11 +213,11 @@ class Proposer:
             rows = len(plan) * max(e.rows for e in plan)
         context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "exact"
-        drafts = [e.draft for e in plan if e.draft.source in self._by_name]
-        deepest = max(drafts, key=len, default=Draft())
-        if len(deepest):
-            own = seconds - self.costs.step(rows, context, mode)
-            drafter = self._by_name[deepest.source]
-            drafter.learn_seconds(own, len(deepest))
-        else:
+        drafts = [e.draft for e in plan if e.draft.source in self._names]
+        if not drafts:
             self.costs.learn(rows, context, mode, seconds)
+        elif deepest := max(drafts, key=len):  # else a grammar refused all of what was drafted
+            own = seconds - self.costs.step(rows, context, mode)
+            for drafter in self.drafters:
+                if drafter.name == deepest.source:
+                    drafter.learn_seconds(own, len(deepest))

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
 from mlxspec.speculate import chain
-from mlxspec.speculate.chain import MAX_DEPTH
+from mlxspec.speculate.chain import MAX_CHAIN
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Sampling
@@ -234,9 +234,9 @@ def test_measured_rates_decide_how_drafts_are_drawn(
     def rounds(depth: int) -> int:
         return sum(map(len, runs.run(*engine(), depth, prompts, sampling).rounds))
 
-    measured, drawn = rounds(0), rounds(MAX_DEPTH)
+    measured, drawn = rounds(0), rounds(MAX_CHAIN)
     greedy_drafts(monkeypatch)
-    likeliest = rounds(MAX_DEPTH)
+    likeliest = rounds(MAX_CHAIN)
     print(measured, drawn, likeliest)
     assert measured < 1.07 * min(drawn, likeliest)
     assert max(drawn, likeliest) > 1.15 * min(drawn, likeliest), "it does not matter here"

@@ -437,6 +437,24 @@ def test_a_model_that_raises_leaves_copies(
     assert caplog.text.count("drafting by model failed") == 1
 
 
+def test_a_token_that_a_grammar_refuses_counts_as_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a head whose drafts a grammar refuses would draft for ever."""
+    learned = []
+    monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
+    keys = [("model", "likeliest", n) for n in (1, 2)]
+    entry = Entry(Seq(request()), 20, 1, True, 2)
+    cut = replace(entry, draft=Draft([], "model", keys))
+    drafter: Any = SimpleNamespace(
+        name="model", lazy=True, begin=lambda seq: None, observe=lambda *told: None
+    )
+    chain = Proposer(costs(), [drafter])
+    chain.begin(entry.seq)
+    before = chain.control.rate.of(keys[0])
+    chain.observe(step(cut, "overlap"), [Accepted([1])], 0.1)
+    assert chain.control.rate.of(keys[0]) < before
+    assert not learned, "the head's time is not the target's"
+
+
 def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of it may be in flight where it fails; their time is not the target's."""
     learned = []

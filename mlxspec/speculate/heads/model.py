@@ -15,7 +15,7 @@ from mlxspec.model import attention
 from mlxspec.model.batch import Shift, sampled_rows
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
-from mlxspec.speculate.chain import MAX_DEPTH, Chain
+from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.types import FINAL_NORM, Entry, Seq, Tap
 
 
@@ -103,5 +103,5 @@ class HeadModel:
     prepare: Callable[[Array], Array] = unchanged
     kv_layers: int = 1
     slot_offset: int = 1
-    depth: int = MAX_DEPTH
+    depth: int = MAX_CHAIN
     tries_taps: bool = False

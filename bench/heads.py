@@ -5,10 +5,11 @@ them; what is carried over from another model, or assumed, is marked so. Sizes f
 formats.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 WEIGHT = 4.5 / 8  # bytes of a weight in 4 bits with scale and bias, in groups of 64
+HALF = 2.0  # of one in 16 bits
 LAYER = 7  # matrices of a decoder layer
 
 
@@ -21,6 +22,7 @@ class Head:
     token: float = 0.0
     block_matrices: int = 0
     token_matrices: int = 0
+    weights: float = field(default=0.0, compare=False)  # bytes in memory, where they are counted
 
     def draft(self, depth: int) -> float:
         """Bytes of a draft of `depth` tokens where a block's rows read the weights once."""
@@ -39,25 +41,39 @@ def mtp(text: dict[str, Any]) -> Head:
     """One layer of the target's own kind with gated attention, fc, and the target's lm_head."""
     width, dim = text["hidden_size"], text["head_dim"]
     heads, kv = text["num_attention_heads"], text["num_key_value_heads"]
-    mlp = 3 * width * text["intermediate_size"]
     matrices = LAYER + 2
+    other = 0  # experts that a token does not go through
     if experts := text.get("num_experts_per_tok"):
-        mlp = 3 * width * text["moe_intermediate_size"] * experts + width * text["num_experts"]
+        expert, count = 3 * width * text["moe_intermediate_size"], text["num_experts"]
+        mlp = expert * experts + width * count
         mlp += 3 * width * text["shared_expert_intermediate_size"]
+        other = expert * (count - experts)
         matrices += 5  # router, shared expert and its gate
-    layer = _attention(width, heads, kv, dim) + width * heads * dim + mlp
-    whole = layer + 2 * width * width + text["vocab_size"] * width
-    return Head(token=whole * WEIGHT, token_matrices=matrices)
+    else:
+        mlp = 3 * width * text["intermediate_size"]
+    own = _attention(width, heads, kv, dim) + width * heads * dim + mlp + 2 * width * width
+    read = own + text["vocab_size"] * width
+    return Head(0, read * WEIGHT, 0, matrices, (own + other) * WEIGHT)
 
 
-def block(text: dict[str, Any], inner: int, layers: int = 5, taps: int = 5, rank: int = 0) -> Head:
+def block(
+    text: dict[str, Any],
+    inner: int,
+    layers: int = 5,
+    taps: int = 5,
+    rank: int = 0,
+    size: float = WEIGHT,
+) -> Head:
     """Layers of Qwen3's kind with 32 heads of 128, 8 for K and V, and an MLP `inner` wide; fc over
-    the taps, the target's lm_head; for each token DSpark's second Markov matrix, of this rank."""
+    the taps; the target's lm_head, in 4 bits; for each token DSpark's second Markov matrix, of this
+    rank. `size`: bytes of a weight of the head's own."""
     width, vocab = text["hidden_size"], text["vocab_size"]
     layer = _attention(width, 32, 8, 128) + 3 * width * inner
-    whole = layers * layer + taps * width * width + vocab * width
+    own = layers * layer + taps * width * width
     matrices = layers * LAYER + 2
-    return Head(whole * WEIGHT, rank * vocab * WEIGHT, matrices, int(rank > 0))
+    read = own * size + vocab * width * WEIGHT
+    kept = (own + 2 * rank * vocab) * size
+    return Head(read, rank * vocab * size, matrices, int(rank > 0), kept)
 
 
 def eagle3(text: dict[str, Any], inner: int, vocab: int = 32_000) -> Head:
@@ -81,7 +97,8 @@ def peagle(text: dict[str, Any], inner: int, layers: int = 4, vocab: int = 32_00
 
 def small(weights: float, size: float = WEIGHT, layers: int = 0) -> Head:
     """A model that reads all of its weights for each token, `size` bytes each."""
-    return Head(token=weights * size, token_matrices=layers * LAYER + 1)
+    read = weights * size
+    return Head(token=read, token_matrices=layers * LAYER + 1, weights=read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +130,11 @@ REACHED = {
 }
 
 
-def pairings(texts: dict[str, dict[str, Any]]) -> list[Pairing]:
-    """`texts` are the targets' text configs by name."""
+def pairings(texts: dict[str, dict[str, Any]], size: float = WEIGHT) -> list[Pairing]:
+    """`texts` are the targets' text configs by name; `size`: bytes of a weight of Qwen3's DSpark and
+    of Gemma's heads."""
     large = [*_dense(texts["qwen3.8-27b"]), *_moe(texts["qwen3.6-35b-a3b"])]
-    return [*large, *_others(texts), *_qwen3(texts)]
+    return [*large, *_others(texts, size), *_qwen3(texts, size)]
 
 
 def _dense(text: dict[str, Any]) -> list[Pairing]:
@@ -151,10 +169,10 @@ def _moe(text: dict[str, Any]) -> list[Pairing]:
     ]
 
 
-def _others(texts: dict[str, dict[str, Any]]) -> list[Pairing]:
+def _others(texts: dict[str, dict[str, Any]], size: float) -> list[Pairing]:
     gemma, oss = texts["gemma-4-12b"], texts["gpt-oss-20b"]
-    spark = block(gemma, gemma["intermediate_size"], rank=256)
-    assistant = small(0.24e9, layers=4)
+    spark = block(gemma, gemma["intermediate_size"], rank=256, size=size)
+    assistant = small(0.24e9, size, layers=4)
     cell = "mlxcel #744"
     inner = 4 * oss["hidden_size"]  # assumed
     rate = "assumed: gpt-oss-120b's on MT-Bench, P-EAGLE's paper"
@@ -168,12 +186,12 @@ def _others(texts: dict[str, dict[str, Any]]) -> list[Pairing]:
     ]
 
 
-def _qwen3(texts: dict[str, dict[str, Any]]) -> list[Pairing]:
+def _qwen3(texts: dict[str, dict[str, Any]], size: float) -> list[Pairing]:
     made = []
     published = ("qwen3-8b", 3.37, "M4 Pro 64.5 (2.19)"), ("qwen3-4b", 3.23, "M4 Pro 102.5 (1.98)")
     for name, tokens, other in published:
         text = texts[name]
-        spark = block(text, text["intermediate_size"], rank=256)
+        spark = block(text, text["intermediate_size"], rank=256, size=size)
         source = "assumed: of 8 bits, mlx-dspark"
         made.append(Pairing(name, 4, spark, "DSpark", 7, tokens, source))
         made.append(Pairing(name, 8, spark, "DSpark", 7, tokens, DSPARK, other))

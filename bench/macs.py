@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.chips import CHIPS, CURVES, STOCK
-from bench.heads import REACHED, Head, Pairing, pairings
+from bench.heads import HALF, REACHED, WEIGHT, Head, Pairing, pairings
 from bench.roofline import CONFIGS, NOTE, Model, empty, head_speed, sized
 from mlxspec.engine.memory import HEADROOM, HEADROOM_PART, LEAST_CONTEXT
 from mlxspec.model.cards import head_of
@@ -32,8 +32,9 @@ COLUMNS = ("M1 Pro", "M2 Pro", "M3 Max", "M4", "M4 Pro", "M4 Max", "M5", "M5 Pro
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A model by its hub id; its sizes are those of `config` with weights of `bits`. `head`: what
-    to give as --draft; "": nothing, because the model's card names a head that comes with it, or
-    none is predicted to pay. `drafts`: the pairing in bench/heads.py whose tokens a round has."""
+    to give as --draft, published in 16 bits; "": nothing, because the model's card names a head in 4
+    bits that comes with it, or none is predicted to pay. `drafts`: the pairing in bench/heads.py
+    whose tokens a round has."""
 
     id: str
     config: str
@@ -77,28 +78,42 @@ def read_config(name: str) -> dict[str, Any]:
     return found
 
 
-def needed(model: Model, machine: int) -> int:
+def needed(model: Model, machine: int, head: float = 0.0) -> float:
     """Bytes that have to be free on a Mac with `machine` bytes before the model is loaded: weights,
-    headroom, and twice the caches of one sequence (docs/memory.md)."""
+    those of its `head`, headroom, and twice the caches of one sequence (docs/memory.md)."""
     one = model.cached(LEAST_CONTEXT) + model.state
-    return model.weights + max(HEADROOM, machine // HEADROOM_PART) + 2 * one
+    return model.weights + head + max(HEADROOM, machine // HEADROOM_PART) + 2 * one
 
 
-def smallest(model: Model) -> int:
+def smallest(model: Model, head: float = 0.0) -> int:
     """GB of the smallest Mac on which the model fits into PART of the memory; 0: none of SIZES."""
-    fits = (size for size in SIZES if needed(model, size * GB) <= PART * size * GB)
+    fits = (size for size in SIZES if needed(model, size * GB, head) <= PART * size * GB)
     return next(fits, 0)
 
 
 def by_memory(models: dict[Choice, Model]) -> Table:
     """A line for each model, smallest Mac first."""
-    made = empty(("Mac*", "model", "weights", "what drafts for it"), 2)
-    for choice, model in sorted(models.items(), key=lambda item: smallest(item[1])):
-        name = f"`{choice.id}`"
-        weights = f"{model.weights / GB:.1f} GB"
-        made.add_row(f"{smallest(model)} GB", name, weights, drafting(choice))
+    made = empty(("Mac*", "model", "weights", "head", "what drafts for it"), 2)
+    rows = []
+    for choice, model in models.items():
+        head = max((p.head.weights for p in drafters(choice)), default=0.0)
+        sizes = f"{model.weights / GB:.1f} GB", f"{head / GB:.1f} GB" if head else "-"
+        rows.append((smallest(model, head), f"`{choice.id}`", *sizes, drafting(choice)))
+    for size, *row in sorted(rows, key=lambda row: row[0]):
+        made.add_row(f"{size} GB", *row)
     made.columns[-1].justify = "left"
     return made
+
+
+def drafters(choice: Choice) -> list[Pairing]:
+    """What is known of the model's head, by depth."""
+    texts = {}
+    for each in CHOICES:
+        config = read_config(each.config)
+        texts[each.config] = config.get("text_config", config)
+    found = pairings(texts, HALF if choice.head else WEIGHT)
+    own = [p for p in found if (p.target, p.bits) == (choice.config, choice.bits)]
+    return [p for p in own if choice.drafts and p.name == choice.drafts]
 
 
 def drafting(choice: Choice) -> str:
@@ -110,13 +125,9 @@ def drafting(choice: Choice) -> str:
 
 def by_chip(models: dict[Choice, Model], chips: Sequence[str], context: int) -> Table:
     """A line for each model: tokens/s of one chat on each chip, without a head and with it."""
-    configs = {choice.config: read_config(choice.config) for choice in models}
-    found = pairings({name: config.get("text_config", config) for name, config in configs.items()})
     made = empty(("model", *(f"{chip}*" for chip in chips)), 1)
     for choice, model in models.items():
-        own = [p for p in found if (p.target, p.bits) == (choice.config, choice.bits)]
-        heads = [p for p in own if choice.drafts and p.name == choice.drafts]
-        cells = [cell(model, choice, heads, chip, context) for chip in chips]
+        cells = [cell(model, choice, drafters(choice), chip, context) for chip in chips]
         made.add_row(choice.id.partition("/")[2], *cells)
     return made
 

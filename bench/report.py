@@ -57,6 +57,10 @@ MORE = {
   drafted in every round by all; `_warm`: at temperature {WARM}. The models are tiny: the rounds tell about the
   drafts, the seconds about what surrounds them.""",
 }
+NAMES = {  # what is not the server's default, by the names in the tables
+    "mlxspec-no-head": "drafts with copies alone",
+    "rapid-mlx-suffix": "is rapid-mlx with its suffix decoding",
+}
 GOALS_HEAD = ("goal", "bound", "compared with", "found", "")
 MEDIANS = (
     "Medians of the rounds, in brackets the least and the most where they differ; memory, idle, session,"
@@ -102,8 +106,8 @@ def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
     servers = rows.servers()
     readme = [
         _table(("", *servers), [*_short(rows, servers), *_answers(rows, servers)]),
-        f"{what}; medians. Bold: some answers were wrong or missing. {_missed(rows)}",
-        "`make bench` makes this table on your machine.",
+        f"{what}; medians. Bold: some answers were wrong or missing.{_named(servers)} {_missed(rows)}",
+        "`make bench` makes this table on your machine, in some hours ([more](docs/performance.md#measuring-it-yourself)).",
     ]
     page = [
         f"Made by `make bench`: {what}. {MEDIANS}",
@@ -138,7 +142,14 @@ def fill(rows: Rows, file: Path, root: Path) -> list[Path]:
 
 def legend(rows: Rows) -> str:
     known = {r.workload for r in rows.rows}
-    return "\n".join([LEGEND, *(text for workload, text in MORE.items() if workload in known)])
+    named = _named(rows.servers())
+    first = [f"-{named}"] if named else []
+    return "\n".join([*first, LEGEND, *(text for name, text in MORE.items() if name in known)])
+
+
+def _named(servers: Iterable[str]) -> str:
+    """Sentences about the servers of NAMES."""
+    return "".join(f" {name} {NAMES[name]}." for name in servers if name in NAMES)
 
 
 def _missed(rows: Rows) -> str:

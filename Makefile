@@ -1,5 +1,5 @@
 # Everything starts here: `make serve` runs the program, `make test` its tests. Both install what they need.
-.PHONY: setup serve test test-slow lint bench clean
+.PHONY: setup serve test test-slow lint bench first-mac clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -27,13 +27,21 @@ lint: .venv/developed
 bench: .venv/developed
 	$(BIN)/python -m bench $(ARGS)
 
+first-mac: .venv/developed
+	$(BIN)/python scripts/first-mac $(ARGS)
+
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
-	@"$(PYTHON)" -c '$(NEW)' 2>/dev/null || { echo "mlxspec needs Python 3.11 or newer; install it, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "Making .venv with $(PYTHON)"
-	@"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "the venv module does not work; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@if "$(PYTHON)" -c '$(NEW)' 2>/dev/null; then \
+		echo "Making .venv with $(PYTHON)"; \
+		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "the venv module does not work; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; \
+	elif command -v uv >/dev/null 2>&1; then \
+		uv venv --python 3.12 .venv; \
+	else \
+		echo "mlxspec needs Python 3.11 or newer; install it or uv, or name one: make PYTHON=/path/to/python3" >&2; exit 1; \
+	fi
 
 # The stamps are as new as the last install: nothing is done again until pyproject.toml changes.
 .venv/installed: pyproject.toml | $(BIN)/python

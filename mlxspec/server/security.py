@@ -49,10 +49,9 @@ def _check_host(headers: Headers, config: Config) -> None:
     if config.host in ANY and IP.fullmatch(_name(host)):
         allowed.add(_name(host))
     for value in (host, *headers.getlist("origin")):
-        if _name(value) not in allowed and value.lower() not in allowed:
+        if _name(value) not in allowed:
             at = value[:200]
-            name = _name(at) or repr(at)  # an app's origin, such as app://obsidian.md
-            why = f"{at!r} is not a name of this server; start it with --allowed-hosts {name}"
+            why = f"{at!r} is not a name of this server; start it with --allowed-hosts NAME"
             raise ApiError(403, why, code="host_not_allowed")
 
 

@@ -73,14 +73,6 @@ async def test_host(config: Config, host: str, ok: bool) -> None:
         )
 
 
-async def test_the_origin_of_an_app_can_be_allowed() -> None:
-    app = "app://obsidian.md"
-    refused = await ask(Config(), host="localhost", origin=app)
-    assert refused.status == 403 and app in refused.error["message"].partition("--allowed-hosts")[2]
-    allowed = await ask(Config(allowed_hosts=(app,)), host="localhost", origin=app)
-    assert allowed.status == 200
-
-
 async def test_no_host() -> None:
     assert (await ask(Config(), host="")).status == 403
 

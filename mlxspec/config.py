@@ -66,9 +66,7 @@ class Config:
     port: int = option(8080, "Port to listen on; 0: any free port.", 65535)
     api_key: str = option("", "API key that clients must send; empty: no key.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
-        (),
-        "Names allowed in `Host` and `Origin` headers, in addition to the loopback names; an app's"
-        " origin as it is, such as app://obsidian.md.",
+        (), "Names allowed in `Host` and `Origin` headers, in addition to the loopback names."
     )
     pin: tuple[str, ...] = option(
         (), "Names of models that stay in memory: never unloaded to make room or when idle."

@@ -201,13 +201,15 @@ def _grammar(
     if form is None:
         return None
     if form.lark:
-        if grammars.head(FINAL, form.field):
+        if grammars.header_rule(FINAL, form.field):
             raise rejected(form.field, "does not fit this model's format; send response_format")
         text = checked_lark(form.value, form.field)
     else:
         rules = []
         if not required:
-            rules.append(grammars.head(FINAL, form.field) + json_rule(form.value, form.field))
+            rules.append(
+                grammars.header_rule(FINAL, form.field) + json_rule(form.value, form.field)
+            )
         if calls:
             name = None if isinstance(choice, str) else choice.full_name
             single = name is not None or not generation.body.parallel_tool_calls

@@ -26,7 +26,7 @@ SKIPPED = (
 )
 # Up to the arguments in JSON, with the name: Hermes' and Qwen's, Mistral's, Kimi's, Harmony's.
 JSON_HEAD = SKIPPED + (
-    r'(?:\{\s*"name"\s*:\s*"|(?:to=)?functions\.)?([^\s"\\<>\[\]:]+)'
+    r'(?:\{\s*"name"\s*:\s*"|(?:to=)?(?:functions\.)?)([^\s"\\<>\[\]:]+)'
     r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*\[ARGS\]|:\d+\s*<\|tool_call_argument_begin\|>'
     r"|[^{}]{0,64}<\|message\|>)"
     r'\s*(?=\{\s*["}])'

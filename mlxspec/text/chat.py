@@ -6,6 +6,7 @@ string). It is rewritten only where the model's template refuses it, always in t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -242,14 +243,18 @@ def remember(
 
 
 def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
-    """The template's text. Where the template refuses the messages, each of REWRITES is tried."""
+    """The template's text. Where the template refuses the messages, each of REWRITES is tried, then
+    without an effort, of which it may know other words."""
     if not tokenizer.has_chat_template:
         why = "cannot be rendered: the model has no chat template; use /v1/completions"
         raise rejected("messages", why)
-    reason = ""
-    for rewrite in REWRITES:
+    reason, ways = "", [conversation]
+    if "reasoning_effort" in conversation.options:
+        others = {k: v for k, v in conversation.options.items() if k != "reasoning_effort"}
+        ways.append(replace(conversation, options=others))
+    for way, rewrite in product(ways, REWRITES):
         try:
-            return _applied(tokenizer, conversation, rewrite, generation_prompt)
+            return _applied(tokenizer, way, rewrite, generation_prompt)
         except Exception as error:  # a template raises whatever its author chose
             reason = reason or str(error).strip() or type(error).__name__
     why = f"do not fit: the model's chat template refuses them: {reason}; change roles or order"

@@ -40,10 +40,8 @@ HARMONY = {
     "transitions": {
         "header": [
             (ANALYSIS, REASONING),
-            (FINAL, NORMAL),
-            ("<|channel|>final <|constrain|>json<|message|>", NORMAL),
-            ("<|channel|>commentary<|message|>", NORMAL),
-            ("to=functions.", CALL),
+            ("to=", CALL),
+            ("<|message|>", NORMAL),
         ],
         REASONING: [(MESSAGE_END, "header")],
         NORMAL: [(MESSAGE_END, "header")],
@@ -272,9 +270,10 @@ def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> 
         edges[REASONING][tokenizer.think_end] = NORMAL
     if calls:
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-        if not any(state == CALL for some in own.values() for _, state in some):
+        tagged = not any(state == CALL for some in own.values() for _, state in some)
+        if tagged:
             content[start] = edges[CALL][start] = CALL  # again: an end was left out
-        if tokenizer.has_thinking and not constrained:
+        if tagged and tokenizer.has_thinking and not constrained:
             edges[REASONING][start] = edges[REASONING_CALL][start] = REASONING_CALL
             edges[REASONING_CALL][tokenizer.think_end] = NORMAL
         if end:

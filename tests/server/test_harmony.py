@@ -68,6 +68,16 @@ ANSWERS = {
     ),
     "broken off": (CALL[:-12], [("cut", "read", '{"path": "a.py",')]),
     "nothing yet": ("<|channel|>analysis", []),
+    "no namespace": (CALL.replace("functions.", ""), [CALL_READ]),
+    "another recipient": (
+        f'{THOUGHT}<|channel|>commentary to=browser.search code<|message|>{{"q": 1}}',
+        [SAID, ("content", ' to=browser.search code<|message|>{"q": 1}')],
+    ),
+    "other words in the header": ("<|channel|>final json<|message|>Yes.", [("content", "Yes.")]),
+    "tags in the analysis": (
+        "<|channel|>analysis<|message|>Use <tool_call>?<|end|><|start|>assistant<|channel|>final<|message|>No.",
+        [("reasoning", "Use <tool_call>?"), ("content", "No.")],
+    ),
 }  # fmt: skip
 
 
@@ -145,7 +155,7 @@ def test_control_tokens_in_an_answer_that_a_client_sends_are_text(oss: tuple[Any
 def test_formats_and_calls_are_enforced_in_their_channels(oss: tuple[Any, Path]) -> None:
     g = Grammars(oss[0], VOCAB)
     schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
-    rule = g.head("<|channel|>final<|message|>", "f") + json_rule(schema, "f")
+    rule = g.header_rule("<|channel|>final<|message|>", "f") + json_rule(schema, "f")
     call = g.calls(TOOLS[:1], None, True, "f")
     seen = set()
     for parts, seed in itertools.product(([rule], [call], [rule, call]), range(6)):

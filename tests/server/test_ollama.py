@@ -295,7 +295,7 @@ async def test_a_name_may_have_a_tag(make: Make) -> None:
     ("keep", "ordered", "reason"),
     [
         (None, ("tiny", None), "load"),
-        ("5m", ("tiny", False), "load"),
+        ("5m", ("tiny", None), "load"),
         (-1, ("tiny", True), "load"),
         ("-1m", ("tiny", True), "load"),
         (0, ("tiny", "unload"), "unload"),
@@ -309,19 +309,6 @@ async def test_without_a_message_a_model_is_loaded_or_unloaded(
     answer = (await ask(s, path, keep_alive=keep, **empty)).json
     assert answer["done"] and answer["done_reason"] == reason and answer["model"] == "tiny"
     assert s.engine.ordered == [ordered] and s.engine.submitted == []
-
-
-async def test_what_keep_alive_pinned_can_be_released_and_what_the_user_pinned_cannot(
-    make: Make,
-) -> None:
-    """By Ollama's own fields."""
-    pinned = replace(Served(ROOMY), pinned=True)
-    for names, status, ordered in (((), 200, [("tiny", "unload")]), (("tiny",), 409, [])):
-        s = make(Config(pin=names), others=(pinned,))
-        assert (await ask(s, keep_alive=0, messages=[])).status == status
-        assert s.engine.ordered == ordered
-        await ask(s, keep_alive="5m", messages=[])
-        assert s.engine.ordered[-1] == ("tiny", None if names else False)
 
 
 async def test_a_result_names_its_tool_as_ollama_does(make: Make) -> None:
@@ -350,6 +337,7 @@ async def test_an_answer_that_the_client_began_goes_on(make: Make) -> None:
     await ask(s, messages=begun)
     ids = list(s.engine.submitted[-1].prompt)
     assert s.engine.tokenizer.decode(ids).endswith("hello")
+    assert (await ask(s, messages=begun, format="json")).status == 200
 
 
 async def test_other_times_to_keep_a_model_are_ignored_and_named(make: Make) -> None:

@@ -314,7 +314,7 @@ def test_claude_codes_fields_are_accepted() -> None:
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         metadata={"user_id": "{}"},
     )
-    assert ignored == ["context_management", "metadata", "thinking.display"]
+    assert ignored == ["context_management", "metadata", "thinking.display", "output_config.effort"]
 
 
 def test_counting_takes_an_answer_at_the_end() -> None:

@@ -145,10 +145,11 @@ def test_logprobs_that_are_turned_off() -> None:
     assert chat(top_logprobs=3).alternatives == 3
 
 
-def test_a_json_object_may_have_a_schema() -> None:
+def test_a_schema_may_stand_where_llama_cpp_has_it() -> None:
     schema = {"type": "object", "required": ["a"]}
-    found = chat(response_format={"type": "json_object", "schema": schema}).format
-    assert found and found.value == schema
+    for kind in ("json_object", "json_schema"):
+        found = chat(response_format={"type": kind, "schema": schema}).format
+        assert found and found.value == schema
 
 
 @pytest.mark.parametrize(("param", "value"), WRONG)

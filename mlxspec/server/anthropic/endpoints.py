@@ -24,16 +24,12 @@ async def messages(http: HttpRequest) -> ASGIApp:
         details = {"error_code": "thread_unsupported_request"}  # the SDK then sends all messages
         why = "thread is not supported; leave it out and send the whole conversation"
         raise ApiError(400, why, "thread", details=details)
-    options = {
-        "enable_thinking": THINKING.get(body.thinking.type),
-        "reasoning_effort": body.output_config.effort,
-    }
     asked = ChatRequest(
         chat_messages(body),
         body.functions(deferred=False),
         body.choice,
         body.functions(deferred=True),
-        options,
+        {"enable_thinking": THINKING.get(body.thinking.type)},
         continued=body.messages[-1].open,
         budget=body.thinking.budget_tokens,
     )

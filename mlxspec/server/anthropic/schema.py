@@ -117,7 +117,6 @@ class OutputFormat(Strict):
 
 class OutputConfig(Strict):
     format: OutputFormat | None = None
-    effort: str | None = None
 
 
 class Prompt(Strict):

@@ -105,7 +105,7 @@ async def answer(http: HttpRequest) -> ASGIApp:
         body.tools,
         options={variable: body.think},
         source=source,
-        continued=last.get("role") == "assistant" and not last.get("tool_calls"),
+        continued=last.get("role") == "assistant" and not (last.get("tool_calls") or body.format),
     )
     return await run_on_text_thread(http, chat_generation, made, asked)
 
@@ -114,12 +114,8 @@ async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
     """Unload the model where `keep` is 0, else load it, to stay where `keep` is negative. Raises
     ApiError."""
     server, unloads = model.server, keep in ("0", "0s", "0m")
-    fixed = model.name in server.config.pin  # by who started the server
-    if unloads:
-        work = server.unload(model.name, force=not fixed)
-    else:
-        pin = None if fixed or keep == "None" else keep.startswith("-")
-        work = server.worker.load(model.name, pin)
+    pin = keep.startswith("-") or None
+    work = server.unload(model.name) if unloads else server.worker.load(model.name, pin)
     await while_connected(http, work)
     return {"done": True, "done_reason": "unload" if unloads else "load"}
 

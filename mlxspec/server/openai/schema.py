@@ -106,7 +106,7 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema = JsonSchema()
-    value: Any = Field(default=None, alias="schema")  # of a json_object, as llama.cpp has it
+    value: Any = Field(default=None, alias="schema")  # here too, as llama.cpp has it
 
 
 class StreamOptions(Strict):
@@ -140,7 +140,7 @@ class Common(Strict):
     return_progress: bool = False
     max_tokens: Annotated[Count | None, UNSET] = None
     max_completion_tokens: Annotated[Count | None, UNSET] = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Annotated[Count | None, UNSET] = None
     stop: Annotated[Stops, BeforeValidator(listed)] = Field([])
     stop_token_ids: Annotated[list[Token], FIRST] = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
@@ -249,7 +249,9 @@ class Chat(Common, TemplateFields):
         if given.type == "json_object":
             return Format("response_format", given.value or OBJECT)
         if given.type == "json_schema":
-            return Format("response_format.json_schema.schema", given.json_schema.value)
+            own = given.json_schema.value
+            schema = given.value if own is None else own
+            return Format("response_format.json_schema.schema", schema)
         return None
 
 

@@ -61,7 +61,7 @@ class Grammars:
                 own = json.dumps(function["name"], ensure_ascii=False)
                 begin = json.dumps(f'{{"name": {own}, "arguments": ')
                 arguments = json_rule(_arguments(function), where)
-                head = self.head(FUNCTION_CALL % function["name"], where)
+                head = self.header_rule(FUNCTION_CALL % function["name"], where)
                 bodies.append(head + arguments if head else f'{begin} {arguments} "}}"')
         if not bodies:
             wanted = name or "a call"
@@ -79,8 +79,9 @@ class Grammars:
         body = " | ".join(bodies)
         return "\n".join([call, f'call: {begin} "\\n" {calls} {end}', f"body: {body}"])
 
-    def head(self, text: str, where: str) -> str:
-        """For a rule the tokens of `text`, which begins a message in Harmony; else ""."""
+    def header_rule(self, text: str, where: str) -> str:
+        """The rule for a message's header `text` in Harmony; "" for a model whose answers have no
+        headers. Raises RejectedRequest where their form is another."""
         found = self.tokenizer.response_transitions
         if not found:
             return ""

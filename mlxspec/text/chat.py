@@ -249,7 +249,7 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
         why = "cannot be rendered: the model has no chat template; use /v1/completions"
         raise rejected("messages", why)
     reason, ways = "", [conversation]
-    if "reasoning_effort" in conversation.options:
+    if conversation.options.get("reasoning_effort", "none") != "none":
         others = {k: v for k, v in conversation.options.items() if k != "reasoning_effort"}
         ways.append(replace(conversation, options=others))
     for way, rewrite in product(ways, REWRITES):

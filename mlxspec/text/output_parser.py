@@ -39,13 +39,15 @@ HARMONY = {
     "initial_state": "header",
     "transitions": {
         "header": [
-            (ANALYSIS, REASONING),
+            ("<|channel|>analysis", "header of reasoning"),
             ("to=", CALL),
             ("<|message|>", NORMAL),
         ],
-        REASONING: [(MESSAGE_END, "header")],
-        NORMAL: [(MESSAGE_END, "header")],
-        CALL: [(MESSAGE_END, "header")],
+        "header of reasoning": [("to=", CALL), ("<|message|>", REASONING)],
+        # A text may speak of the end alone.
+        REASONING: [(MESSAGE_END + NEXT_MESSAGE, "header")],
+        NORMAL: [(MESSAGE_END + NEXT_MESSAGE, "header")],
+        CALL: [(MESSAGE_END + NEXT_MESSAGE, "header")],
     },
 }
 

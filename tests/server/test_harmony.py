@@ -16,6 +16,7 @@ from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from tests.server.scripted import INFO, Server, server
+from tests.server.test_chat_request import allowed
 from tests.text.test_grammar import VOCAB, text, walk
 from tests.text.test_output_parser import CALL_READ, TOOLS, read, told
 from tests.tiny_tokenizer import save_tokenizer
@@ -74,6 +75,14 @@ ANSWERS = {
         [SAID, ("content", ' to=browser.search code<|message|>{"q": 1}')],
     ),
     "other words in the header": ("<|channel|>final json<|message|>Yes.", [("content", "Yes.")]),
+    "more words in the header": (
+        "<|channel|>analysis code<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>No.",
+        [("reasoning", "Hm."), ("content", "No.")],
+    ),
+    "an end that is spoken of": (
+        "<|channel|>final<|message|>It is <|end|> there, and `<|end|><|start|>user` here.",
+        [("content", "It is <|end|> there, and `<|end|><|start|>user` here.")],
+    ),
     "tags in the analysis": (
         "<|channel|>analysis<|message|>Use <tool_call>?<|end|><|start|>assistant<|channel|>final<|message|>No.",
         [("reasoning", "Use <tool_call>?"), ("content", "No.")],
@@ -184,6 +193,12 @@ async def test_a_format_of_the_clients_own_is_refused_by_name(make: Callable[...
     answer = await make("x").chat(grammar='start: "x"')
     assert answer.status == 400 and answer.error["param"] == "grammar"
     body = {"response_format": {"type": "json_object"}}
-    s = make('<|channel|>final<|message|>{"a": 1}')
+    said = '<|channel|>final<|message|>{"a": 1}'
+    s = make(said)
     [choice] = (await s.chat(**body)).json["choices"]
     assert choice["message"]["content"] == '{"a": 1}'
+    assert allowed(s, THOUGHT + said) and allowed(s, said) and not allowed(s, '{"a": 1}')
+    await s.chat(tools=TOOLS, tool_choice="required")
+    assert allowed(s, CALL) and not allowed(s, said)
+    await s.chat(tools=TOOLS, **body)
+    assert allowed(s, CALL) and allowed(s, said)

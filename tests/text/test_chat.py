@@ -83,6 +83,8 @@ def test_an_effort_that_a_template_refuses_is_left_out(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, template)
     assert text(tokenizer, [user("a")], reasoning_effort="low").startswith("low")
     assert text(tokenizer, [user("a")], reasoning_effort="high") == text(tokenizer, [user("a")])
+    with pytest.raises(RejectedRequest, match="effort"):  # who wants none shall not get the most
+        render_chat(tokenizer, [user("a")], reasoning_effort="none")
 
 
 def test_a_conversation_is_rendered_up_to_the_answer(tokenizer: Any) -> None:

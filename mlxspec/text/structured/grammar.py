@@ -148,9 +148,10 @@ class Vocabulary:
         if thinking is False or not closer:
             return "start: @answer"
         ends = ",".join(map(str, [*self._eos, closer[-1]]))
-        think = f"<[^{ends}]>* <[{closer[-1]}]> BLANKS?"
+        behind = "BLANKS?"
         if self._tokenizer.response_transitions:
-            think += f" {_spelled(self._tokenizer, NEXT_MESSAGE)}"
+            behind = _spelled(self._tokenizer, NEXT_MESSAGE)
+        think = f"<[^{ends}]>* <[{closer[-1]}]> {behind}"
         if thinking is None:
             opener = _spelled(self._tokenizer, self._tokenizer.think_start)
             think = f"({opener}{think})?"

@@ -56,9 +56,9 @@ def local_models(config: Config) -> list[LocalModel]:
             found.append(LocalModel(name, "head", path, size))
         elif name not in there or has_code(head.config):
             fits = _fits(config, path, size)
-            drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            if config.draft == NONE or config.speculate == "off":
-                drafts = ""
+            drafts = ""
+            if config.speculate == "on" and config.draft != NONE:
+                drafts = draft_of(name, path, replace(config, draft="")) or head.kind
             found.append(LocalModel(name, "model", path, size, fits, drafts))
     return found
 

@@ -111,11 +111,10 @@ def train(config: Config, options: Options, server: Server) -> int:
     model = resolve_model(settings)
     model = replace(model, config=replace(model.config, speculate="off"))
     cache, name = cache_of(config), storage_name(model.name, model.path)
-    heads = cache / "heads"
     learned = learned_head(Resolved(model.path, model.name), cache)
-    if learned and learned.parent == heads:
+    if learned and learned.is_relative_to(cache):
         name = learned.name  # it may have been made while the model had another name
-    made = heads / f"{name}.{time.time_ns()}"
+    made = cache / "heads" / f"{name}.{time.time_ns()}"
     with lock(cache / "training" / f"{name}.lock", wait=False) as alone:
         if not alone:
             raise UserError(f"another training of {model.name} runs; wait until it ends")

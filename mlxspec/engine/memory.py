@@ -197,13 +197,14 @@ def make_plan(
     pools = _pool_limits(config, context, token_bytes, windows, state_bytes)
     part = 1.0 if config.kv_blocks else CACHE_SHARE
     budget = int((free - weights - headroom()) * part)
-    least = _bytes(pools, [pool.least for pool in pools])
+    counts = [pool.least for pool in pools]
+    least = _bytes(pools, counts)
     if least > budget:
         raise _too_large(config, weights, int(least / part), free)
     rest = max(0, budget // (1 + len(config.others)) - least)
-    counts = _raised(pools, [pool.least for pool in pools], [pool.few for pool in pools], rest // 2)
-    cache_bytes = _bytes(pools, counts)
-    counts = _raised(pools, counts, [pool.most for pool in pools], rest + least - cache_bytes)
+    counts = _raised(pools, counts, [pool.few for pool in pools], rest // 2)
+    rest += least - _bytes(pools, counts)
+    counts = _raised(pools, counts, [pool.most for pool in pools], rest)
     cache_bytes = _bytes(pools, counts)
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.

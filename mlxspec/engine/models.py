@@ -256,7 +256,7 @@ class ModelManager:
             self._turns.rotate(-1)
             if slot.engine and slot.engine.active:
                 slot.used = self.clock()
-                others = [engine for engine in self._engines() if engine is not slot.engine]
+                others = [each for each in self._engines() if each is not slot.engine]
                 if not slot.engine.busy:  # it only saves blocks, which a slow disk may hold up
                     self.ranks.remind()
                 return slot.engine.step(alone=not any(engine.busy for engine in others))

@@ -200,16 +200,13 @@ def _grammar(
         form = Format("tool_choice", None)
     if form is None:
         return None
+    header = grammars.header_rule(FINAL, form.field)
     if form.lark:
-        if grammars.header_rule(FINAL, form.field):
+        if header:
             raise rejected(form.field, "does not fit this model's format; send response_format")
         text = checked_lark(form.value, form.field)
     else:
-        rules = []
-        if not required:
-            rules.append(
-                grammars.header_rule(FINAL, form.field) + json_rule(form.value, form.field)
-            )
+        rules = [] if required else [header + json_rule(form.value, form.field)]
         if calls:
             name = None if isinstance(choice, str) else choice.full_name
             single = name is not None or not generation.body.parallel_tool_calls

@@ -30,7 +30,7 @@ class DraftCosts:
     def measure(
         self,
         seconds: Callable[[int], float],
-        longest: int = 3,
+        longest: int,
     ) -> None:
         """`seconds(depth)`: what a draft took."""
         seconds(longest)  # the first compiles

@@ -45,9 +45,7 @@ HARMONY = {
         ],
         "header of reasoning": [("to=", CALL), ("<|message|>", REASONING)],
         # A text may speak of the end alone.
-        REASONING: [(MESSAGE_END + NEXT_MESSAGE, "header")],
-        NORMAL: [(MESSAGE_END + NEXT_MESSAGE, "header")],
-        CALL: [(MESSAGE_END + NEXT_MESSAGE, "header")],
+        **dict.fromkeys((REASONING, NORMAL, CALL), ((MESSAGE_END + NEXT_MESSAGE, "header"),)),
     },
 }
 

@@ -82,7 +82,7 @@ ONE_OR_MORE = BeforeValidator(_listed_ids)  # token ids become a list of one pro
 
 
 def _unset(value: Any) -> Any:
-    return None if type(value) is int and value == -1 else value
+    return None if value == -1 else value
 
 
 UNSET = BeforeValidator(_unset)  # -1 is no value, as for Ollama, llama.cpp and LM Studio
@@ -250,8 +250,8 @@ class Chat(Common, TemplateFields):
             return Format("response_format", given.value or OBJECT)
         if given.type == "json_schema":
             own = given.json_schema.value
-            schema = given.value if own is None else own
-            return Format("response_format.json_schema.schema", schema)
+            where = "response_format.json_schema.schema"
+            return Format(where, given.value if own is None else own)
         return None
 
 

@@ -296,8 +296,7 @@ def marker(tokenizer: TokenizerWrapper, text: str) -> str:
 
 def _spelled(tokenizer: TokenizerWrapper, text: str) -> str:
     """A text as its tokens, in a rule."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return "".join(f"<[{token}]> " for token in ids)
+    return "".join(f"<[{t}]> " for t in tokenizer.encode(text, add_special_tokens=False))
 
 
 def _arguments(function: Mapping[str, Any]) -> Json:

@@ -256,10 +256,11 @@ class ModelManager:
             self._turns.rotate(-1)
             if slot.engine and slot.engine.active:
                 slot.used = self.clock()
-                others = [each for each in self._engines() if each is not slot.engine]
-                if not slot.engine.busy:  # it only saves blocks, which a slow disk may hold up
+                own = slot.engine
+                if not own.busy:  # it only saves blocks, which a slow disk may hold up
                     self.ranks.remind()
-                return slot.engine.step(alone=not any(engine.busy for engine in others))
+                alone = not any(each.busy for each in self._engines() if each is not own)
+                return own.step(alone)
         return []
 
     def _load(self, slot: ModelSlot) -> Outputs:

@@ -104,8 +104,8 @@ class Lookup:
     """The text of one sequence: what its client predicted, its prompt, its output.
 
     Where nothing matches, the last copy goes on after the token that was rejected: an edit often
-    replaces a word and leaves what follows. It is given up after MAX_MISSES rounds in a row in
-    which no drafted token was accepted, whoever drafted.
+    replaces a word and leaves what follows. It is dropped after MAX_MISSES consecutive rounds
+    without an accepted token, whichever drafter proposed them.
     """
 
     prediction: Sequence[int] = ()

@@ -87,7 +87,7 @@ class Grammars:
             return ""
         if found is not HARMONY["transitions"]:
             raise rejected(where, "cannot be honoured in this model's format; leave it out")
-        return _spelled(self.tokenizer, text)
+        return _tokens(self.tokenizer.encode(text, add_special_tokens=False))
 
     def rules(self, parts: Iterable[str]) -> str:
         """A whole Lark grammar: the alternative of several rules, each followed by the rules that
@@ -150,10 +150,10 @@ class Vocabulary:
         ends = ",".join(map(str, [*self._eos, closer[-1]]))
         behind = "BLANKS?"
         if self._tokenizer.response_transitions:
-            behind = _spelled(self._tokenizer, NEXT_MESSAGE)
+            behind = _tokens(self._tokenizer.encode(NEXT_MESSAGE, add_special_tokens=False))
         think = f"<[^{ends}]>* <[{closer[-1]}]> {behind}"
         if thinking is None:
-            opener = _spelled(self._tokenizer, self._tokenizer.think_start)
+            opener = _tokens(self._tokenizer.think_start_tokens)
             think = f"({opener}{think})?"
         return f"start: {think} @answer\nBLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
 
@@ -294,9 +294,9 @@ def marker(tokenizer: TokenizerWrapper, text: str) -> str:
     return f"<[{token}]>" if known else json.dumps(text)
 
 
-def _spelled(tokenizer: TokenizerWrapper, text: str) -> str:
-    """A text as its tokens, in a rule."""
-    return "".join(f"<[{t}]> " for t in tokenizer.encode(text, add_special_tokens=False))
+def _tokens(ids: Iterable[int]) -> str:
+    """Token ids in a rule."""
+    return "".join(f"<[{token}]> " for token in ids)
 
 
 def _arguments(function: Mapping[str, Any]) -> Json:

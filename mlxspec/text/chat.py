@@ -33,7 +33,7 @@ from mlxspec.text.messages import (
     rejected,
     spelled_out,
 )
-from mlxspec.text.output_parser import ANALYSIS, HARMONY, MESSAGE_END
+from mlxspec.text.output_parser import ANALYSIS, HARMONY, MESSAGE_END, is_harmony
 from mlxspec.text.tool_calls import as_object
 from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
 
@@ -267,12 +267,11 @@ def _applied(
     """The text of rewritten messages, in which no text is a control token. Tools are spelled out
     where the template knows none."""
     special = control_tokens_of(tokenizer)
-    harmony = tokenizer.response_transitions is HARMONY["transitions"]
     messages = []
     for turn in conversation.messages:
         pattern = special.answers if turn["role"] == "assistant" else special.begins
         made = {**marked(turn, pattern), "role": turn["role"]}
-        if harmony and made.get("tool_calls") and made["content"]:
+        if is_harmony(tokenizer) and made.get("tool_calls") and made["content"]:
             made.pop("reasoning_content", None)  # a call's turn has one of them
         messages.append(made)
     tools = marked(conversation.tools, special.begins)

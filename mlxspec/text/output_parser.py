@@ -258,6 +258,10 @@ class OutputParser:
             self._say(text)
 
 
+def is_harmony(tokenizer: TokenizerWrapper) -> bool:
+    return tokenizer.response_transitions is HARMONY["transitions"]
+
+
 def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> Edges:
     """The markers that lead from each state to another: mlx-lm's for this tokenizer, and with
     `calls` those of calls and of what models write in their place."""

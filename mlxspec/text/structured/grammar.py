@@ -17,7 +17,7 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Tools, rejected
-from mlxspec.text.output_parser import FUNCTION_CALL, HARMONY, NEXT_MESSAGE
+from mlxspec.text.output_parser import FUNCTION_CALL, NEXT_MESSAGE, is_harmony
 from mlxspec.text.structured.json_schema import LIMITS, first_line, json_rule
 from mlxspec.types import Json
 
@@ -82,10 +82,9 @@ class Grammars:
     def header_rule(self, text: str, where: str) -> str:
         """The rule for a message's header `text` in Harmony; "" for a model whose answers have no
         headers. Raises RejectedRequest where their form is another."""
-        found = self.tokenizer.response_transitions
-        if not found:
+        if not self.tokenizer.response_transitions:
             return ""
-        if found is not HARMONY["transitions"]:
+        if not is_harmony(self.tokenizer):
             raise rejected(where, "cannot be honoured in this model's format; leave it out")
         return _tokens(self.tokenizer.encode(text, add_special_tokens=False))
 

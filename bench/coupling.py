@@ -23,7 +23,7 @@ from rich.table import Table  # noqa: E402
 
 from bench.workloads import ALONE, tasks  # noqa: E402
 from mlxspec.commands.bench import Task  # noqa: E402
-from mlxspec.model.hub import default_cache_dir  # noqa: E402
+from mlxspec.files import default_cache_dir  # noqa: E402
 
 RULES = ("optimal, Σ min(p, q)", "shared noise", "greedy draft, p(argmax q)", "independent, Σ p·q")
 Kept = list[np.ndarray]  # one [positions, rules] for each task

@@ -19,7 +19,7 @@ from mlx_lm.utils import load  # noqa: E402
 
 from bench.workloads import ALONE, tasks  # noqa: E402
 from mlxspec.commands.bench import Task  # noqa: E402
-from mlxspec.model.hub import default_cache_dir  # noqa: E402
+from mlxspec.files import default_cache_dir  # noqa: E402
 
 
 def main() -> None:

@@ -32,7 +32,8 @@ from bench.measure import Run, installed, measure  # noqa: E402
 from bench.rows import ABOUT, Rows, read, write  # noqa: E402
 from bench.servers import DEFAULT, SERVERS, drafting, environment  # noqa: E402
 from bench.setting import Setting, window_of  # noqa: E402
-from mlxspec.model.hub import default_cache_dir, learned_head, resolve  # noqa: E402
+from mlxspec.files import default_cache_dir  # noqa: E402
+from mlxspec.model.hub import learned_head, resolve  # noqa: E402
 from mlxspec.text.chat import load_tokenizer  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -178,7 +179,7 @@ def about(rows: Rows, model: Path, setting: Setting, args: argparse.Namespace) -
         "session": f"to about {setting.share(1.0)} tokens",
         "mlx": f"{version('mlx')}, {mx.default_device()}",
         "python": platform.python_version(),
-        "blas": f"{Path(blas.load() or 'as mlx has it').name}, OPENBLAS_NUM_THREADS={threads}",
+        "blas": f"{getattr(blas.load(), 'name', 'as mlx has it')}, OPENBLAS_NUM_THREADS={threads}",
         "seed": str(setting.seed),
         "rounds": "1, quick: no figure counts" if args.quick else str(args.rounds),
         "probes": f"{args.probes} of a length and cell",

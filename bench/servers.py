@@ -72,7 +72,7 @@ class Server:
     ) -> list[str]:
         """{port} is left to who starts it."""
         library = (
-            "" if self.entry.startswith("mlxspec.") else blas.load() or ""
+            "" if self.entry.startswith("mlxspec.") else str(blas.load() or "")
         )  # mlxspec finds it itself
         arguments = [
             part.replace("{model}", str(model)).replace("{draft}", str(draft))

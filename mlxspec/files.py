@@ -12,6 +12,13 @@ from typing import Any
 WEIGHT_FILES = ("model*.safetensors", "mtp*.safetensors", "mtp/*.safetensors")
 
 
+def default_cache_dir() -> Path:
+    """The platform's cache directory for mlxspec."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/mlxspec"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxspec"
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a whole file or nothing, creating its folders. Raises OSError; the old file then
     stays."""

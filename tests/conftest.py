@@ -67,7 +67,8 @@ def bare_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model in fp32, fetched and converted once per machine."""
-    from mlxspec.model.hub import default_cache_dir, resolve
+    from mlxspec.files import default_cache_dir
+    from mlxspec.model.hub import resolve
 
     return resolve("", default_cache_dir(), metal=False).path
 

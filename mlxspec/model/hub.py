@@ -5,7 +5,6 @@ imports mlx before a model has to be converted.
 """
 
 import os
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from mlxspec.config import BUILT_IN, Config, data_dir
-from mlxspec.files import WEIGHT_FILES, read_json
+from mlxspec.files import WEIGHT_FILES, default_cache_dir, read_json
 from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import Json, UnsupportedModel, line_of
 
@@ -55,13 +54,6 @@ class Resolved:
 
     path: Path
     name: str
-
-
-def default_cache_dir() -> Path:
-    """The platform's cache directory for mlxspec."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/mlxspec"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxspec"
 
 
 def cache_of(config: Config) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.model.hub import default_cache_dir
+from mlxspec.files import default_cache_dir
 
 CACHE = default_cache_dir() / "clients"  # looked up now: a test has a home of its own
 LIMIT_S = 400

@@ -45,9 +45,12 @@ class ResolvedModel:
     draft: Resolved | None
     config: Config
 
-    def load(self, reserved: int = 0, ranks: Ranks | None = None) -> tuple[Engine, ModelInfo]:
-        """`reserved`: bytes that other models may still take. Several ranks have no kernels of our
-        own, as their results must be equal to the last bit."""
+    def load(
+        self, reserved: int = 0, ranks: Ranks | None = None, measure_idle: bool = False
+    ) -> tuple[Engine, ModelInfo]:
+        """`reserved`: bytes that other models may still take; `measure_idle`: what a first start
+        measures is left to idle moments. Several ranks have no kernels of our own, as their results
+        must be equal to the last bit."""
         config = self.config
         if ranks and ranks.group:
             log.info("rank %d of %d: no kernels of our own", ranks.rank, ranks.size)
@@ -58,7 +61,7 @@ class ResolvedModel:
             if draft and not find_head(draft).standalone:
                 draft = None
         try:
-            return load_engine(self.path, self.name, config, draft, reserved, ranks)
+            return load_engine(self.path, self.name, config, draft, reserved, ranks, measure_idle)
         except Exception as error:
             if ranks:
                 ranks.failed(error)
@@ -231,7 +234,9 @@ def make_manager(
         info = model.info
         # At least this rank's part; loading counts it.
         info = replace(info, weight_bytes=info.weight_bytes // ranks.size)
-        return ModelSlot(lambda: model.load(reserved(), ranks), info, model.name in config.pin)
+        return ModelSlot(
+            lambda: model.load(reserved(), ranks, measure_idle=True), info, model.name in config.pin
+        )
 
     slots = [slot_of(each) for each in models]
 

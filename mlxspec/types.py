@@ -186,6 +186,13 @@ class Served:
     error: str = ""
 
 
+class Interrupted(Exception):
+    """Work of idle moments stops, as there is a request; it goes on later."""
+
+
+Check = Callable[[], None]  # raises Interrupted where somebody waits
+
+
 class Busy(Exception):
     """No request is accepted now. `retry_after` is in seconds, at least 1."""
 

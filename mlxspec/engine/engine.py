@@ -9,6 +9,7 @@ token.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +23,9 @@ from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import (
     Accepted,
+    Check,
     Draft,
+    Interrupted,
     InvalidRequest,
     Output,
     Outputs,
@@ -66,6 +69,7 @@ class Engine:
     spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0  # of the last step; 0: the disk took part of it
     monitor: MemoryMonitor | None = None
+    idle_work: Callable[[Check], None] | None = None  # what a first start still has to measure
     in_flight: Step | None = None  # submitted and not read
     _pressure: int = NORMAL
     _disk_busy: bool = False  # blocks were moved to or from the disk after the last step
@@ -235,6 +239,16 @@ class Engine:
             if seq.finish and not seq.flight:
                 del self._live[seq]
                 self.proposer.end(seq)
+
+    # ---- idle moments ------------------------------------------------------------------------
+
+    def work_idle(self, check: Check = lambda: None) -> None:
+        """Go on with what is left for idle moments, until it is done or `check`, which is called
+        before each step of it, raises Interrupted."""
+        if self.idle_work:
+            with suppress(Interrupted):
+                self.idle_work(check)
+                self.idle_work = None
 
     # ---- housekeeping ------------------------------------------------------------------------
 

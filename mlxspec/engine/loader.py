@@ -4,6 +4,7 @@ Rule: what is derived here is reported once, in ModelInfo, and never decided aga
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +18,17 @@ from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.budget import PrefillBudget
-from mlxspec.engine.drafting import add_drafters, load_drafting
+from mlxspec.engine.drafting import Drafting, add_drafters, facts_of, load_drafting
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.measuring import Measuring
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, versions
-from mlxspec.kernels.verify import VerdictFile, verify
+from mlxspec.kernels.verify import VerdictFile, recall
 from mlxspec.model import meter, recurrent
 from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import (
+    CacheBytes,
     LayoutChoice,
     context_of,
     find_layout,
@@ -37,7 +40,6 @@ from mlxspec.model.layout import (
 from mlxspec.model.mirror import Mirror
 from mlxspec.model.parallel import Ranks
 from mlxspec.model.transfer import Transfer
-from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
@@ -50,13 +52,57 @@ def load_engine(
     draft: Path | None = None,
     reserved: int = 0,
     ranks: Ranks | None = None,
+    measure_idle: bool = False,
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path` and what drafts for it, a small model or a head at `draft` or the
     head in its own files; this thread owns MLX from now on. `reserved`: the bytes that other models
-    may still take. Of several `ranks`, those above 0 do what a Follower needs. Raises
+    may still take. `measure_idle`: what a first start measures is left to the engine's
+    `work_idle`. Of several `ranks`, those above 0 do what a Follower needs. Raises
     UnsupportedModel."""
     began = time.perf_counter()
     ranks = ranks or Ranks()
+    model, drafting, context, plan_for = _read_weights(path, draft, config, reserved, ranks)
+    file = cache_file(path, config, ranks)
+    cache = _find_layout(path, model, config, file, ranks)
+    layout = cache.layout
+    drafting.fit_to(layout)
+    cases = []
+    if config.kernels == "auto":  # the K/V of what drafts are not quantized
+        cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
+    recall(cases, verdict_file(config))
+    plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
+    kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
+    ranks.same(kept, "layout")
+    ranks.enough([plan.blocks, *plan.windows.values()])
+    mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
+    engine, info = _build(model, name, layout, plan, context, config, mirror)
+    facts = versions() | {"kept": kept}
+    if ranks.size > 1:
+        facts["rank"] = str(ranks)
+    add_disk = partial(_add_disk, engine, config, path, name)
+    if ranks.rank:  # it only follows
+        add_disk(facts)
+    ranks.gather("ready")
+    if not ranks.rank:
+        save = partial(cache.save, file)
+        _warm_up(engine, config, cache, save)
+        if config.speculate == "on":
+            add_drafters(engine, drafting, config)
+        known = Measuring(engine, cache, save, cases, verdict_file(config), drafting.key)
+        known.recall(lambda drafter: add_disk(facts | facts_of(drafting, drafter)))
+    cache.save(file)
+    _log_limits(engine.scheduler, layout, context, config.max_sequences)
+    log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
+    if not measure_idle:
+        engine.work_idle()
+    return engine, info
+
+
+def _read_weights(
+    path: Path, draft: Path | None, config: Config, reserved: int, ranks: Ranks
+) -> tuple[Module, Drafting, int, Callable[[CacheBytes], MemoryPlan]]:
+    """The model and what drafts for it, if they fit into memory, the context in tokens, and what
+    makes the plan of their memory. Raises UnsupportedModel."""
     model, files = load(path, ranks.group)  # the weights stay on disk
     drafting = load_drafting(model, path, draft, config)
     context = context_of(files, config.context)
@@ -73,36 +119,7 @@ def load_engine(
     with ranks.reading():
         load_weights(model, ranks.heard if ranks.group else None)
     drafting.load_weights()
-    file = cache_file(path, config, ranks)
-    cache = _find_layout(path, model, config, file, ranks)
-    layout = cache.layout
-    drafting.fit_to(layout)
-    cases = []
-    if config.kernels == "auto":  # the K/V of what drafts are not quantized
-        cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
-    with progress("Trying kernels") as report:  # before the pools take memory
-        verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
-    plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
-    kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
-    ranks.same(kept, "layout")
-    ranks.enough([plan.blocks, *plan.windows.values()])
-    mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
-    engine, info = _build(model, name, layout, plan, context, config, mirror)
-    facts = versions() | {"kept": kept}  # what K/V depend on, beside tokens
-    if ranks.size > 1:
-        facts["rank"] = str(ranks)
-    if ranks.rank:  # it only follows
-        _add_disk(engine, config, path, facts, name)
-    ranks.gather("ready")
-    if not ranks.rank:
-        _warm_up(engine, config, cache, file)
-        if config.speculate == "on":
-            add_drafters(engine, cache, drafting, config)
-        _add_disk(engine, config, path, facts | drafting.facts, name)
-    cache.save(file)
-    _log_limits(engine.scheduler, layout, context, config.max_sequences)
-    log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
-    return engine, info
+    return model, drafting, context, plan_for
 
 
 def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
@@ -139,6 +156,11 @@ def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int, wanted
         log.warning("memory holds states of %d running sequences", scheduler.max_sequences)
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
+
+
+def verdict_file(config: Config) -> VerdictFile:
+    """The verdicts about kernels."""
+    return VerdictFile(cache_of(config) / KERNELS_DIR)
 
 
 def free_bytes(config: Config) -> int:
@@ -192,8 +214,9 @@ def _build(
     return Engine(runner, scheduler, vocab=layout.vocab), info
 
 
-def _add_disk(engine: Engine, config: Config, path: Path, facts: dict[str, str], name: str) -> None:
-    """Keep prompts on disk, if the settings and the layout allow it."""
+def _add_disk(engine: Engine, config: Config, path: Path, name: str, facts: dict[str, str]) -> None:
+    """Keep prompts on disk, if the settings and the layout allow it; beside tokens, K/V depend on
+    `facts`."""
     if not (config.disk_bytes and engine.scheduler.sharing):
         return
     disk = DiskCache(prompts_of(config), fingerprint(path, facts), config.disk_bytes, name)
@@ -201,10 +224,10 @@ def _add_disk(engine: Engine, config: Config, path: Path, facts: dict[str, str],
     engine.offloader = engine.scheduler.offloader = offloader
 
 
-def _warm_up(engine: Engine, config: Config, cache: WarmupCache, file: Path) -> None:
+def _warm_up(engine: Engine, config: Config, cache: WarmupCache, save: Callable[[], None]) -> None:
     """Run two requests through the real pools, which compiles what is compiled lazily. The prefill
-    budget is made afterwards, so that it learns nothing from compiling, and keeps in `file` what it
-    learns from prompts."""
+    budget is made afterwards, so that it learns nothing from compiling; what it learns from prompts
+    is kept by `save`."""
     limit = engine.scheduler.limit
     if limit < 2:
         raise UnsupportedModel(
@@ -219,5 +242,5 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache, file: Path) -> 
         config.decode_gap_ms / 1000,
         config.prefill_budget,
         cache.prefill,  # the list that grows is the cache's own
-        lambda _: cache.save(file),
+        lambda _: save(),
     )

@@ -19,6 +19,7 @@ from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.model import meter
 from mlxspec.model.parallel import Ranks
 from mlxspec.types import (
+    Check,
     Finish,
     ModelInfo,
     OutOfMemory,
@@ -120,6 +121,23 @@ class ModelManager:
     @property
     def busy(self) -> bool:
         return bool(self._waiting) or any(engine.active for engine in self._engines())
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether something is left for idle moments."""
+        return any(engine.idle_work for engine in self._engines())
+
+    def work_idle(self, check: Check) -> None:
+        """Go on with what is left for idle moments, until `check` raises Interrupted. What fails is
+        given up until the next start."""
+        for engine in self._engines():
+            try:
+                engine.work_idle(check)
+            except RankLost:
+                raise
+            except Exception:
+                log.exception("measuring failed; the next start tries it again")
+                engine.idle_work = None
 
     def close(self) -> None:
         """Drop all models; the thread ends."""

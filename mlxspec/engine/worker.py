@@ -26,6 +26,7 @@ from mlxspec.types import (
     Busy,
     Dead,
     Finish,
+    Interrupted,
     ModelInfo,
     Output,
     Outputs,
@@ -277,7 +278,7 @@ class Worker:
         if not manager.busy:
             manager.poll()
             self._busy = False
-            timeout = IDLE_POLL_S
+            timeout = 0.0 if manager.has_idle_work else IDLE_POLL_S
         orders: list[Callable[[], Outputs]] = []
         with suppress(Empty):
             while True:
@@ -289,10 +290,18 @@ class Worker:
         self._busy = True
         if orders:  # answered before a load, which takes long
             self._publish([output for order in orders for output in order()])
+        if not (orders or manager.busy):
+            manager.work_idle(self._check_idle)
         outputs = manager.step()
         manager.unload_idle()
         self._publish(outputs)
         return True
+
+    def _check_idle(self) -> None:
+        """Raises Interrupted where an order waits, or the thread is to end."""
+        self._progress = time.monotonic()
+        if not self._inbox.empty():
+            raise Interrupted
 
     def _publish(self, outputs: Outputs) -> None:
         """Deliver outputs on the loop's thread, and renew what any thread may read."""

@@ -12,7 +12,7 @@ from time import perf_counter
 import mlx.core as mx
 from mlx.core import array as Array
 
-from mlxspec.types import line_of
+from mlxspec.types import Check, Interrupted, line_of
 
 WIN = 1.15  # the speedup that a kernel must bring
 LEVEL = 0.97  # fewer rows join a winning range at this speedup, so that drafts change no kernel
@@ -74,15 +74,41 @@ class Verdict:
     why: str = ""
 
 
-def judge(case: Case, until: float = math.inf) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Launches calls until the time `until`; `check` is called before each launch."""
+
+    until: float
+    check: Check
+
+    def run(self, call: Call, sets: list[Inputs]) -> tuple[list[Array], float]:
+        """Call with each of `sets` in one graph: the results, and seconds per call. Raises
+        TimeoutError after `until`, Rejected for calls that hang, and what `check` raises."""
+        self.check()
+        began = perf_counter()
+        results = [call(*inputs) for inputs in sets]
+        mx.eval(results)
+        now = perf_counter()
+        if now - began > CALL_LIMIT_S:
+            raise Rejected(f"{len(sets)} calls took {now - began:.0f} s")
+        if now > self.until:
+            raise TimeoutError("the time was too short")
+        return results, max(now - began, 1e-9) / max(1, len(sets))
+
+
+def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> Verdict:
     """Compare and race a case's variants: the fastest of those that win. Whatever a variant raises,
-    or MLX's own op, is why it is not used."""
+    or MLX's own op, is why it is not used. Calls `check` before each launch; an Interrupted that it
+    raises is passed on."""
     best = Verdict()
     rejected = []
     for variant, call in case.variants.items():
         try:
-            compare(case, call, until)
-            gains = race(case, call, until)
+            timer = Timer(until, check)
+            compare(case, call, timer)
+            gains = race(case, call, timer)
+        except Interrupted:
+            raise
         except Exception as failed:  # a kernel may not compile or launch
             rejected.append(f"{variant}: {line_of(failed)}")
             continue
@@ -119,7 +145,7 @@ def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
 def compare(
     case: Case,
     call: Call,
-    until: float,
+    timer: Timer,
 ) -> None:
     """Raises Rejected for a variant that does not match the reference at all rows. Launches with
     fewer rows run in one graph, as those of a step's layers do. Raises TimeoutError."""
@@ -128,9 +154,9 @@ def compare(
         *fewer, inputs = [case.cut(made, rows) for rows in case.rows]
         want = case.reference(*inputs)
         mx.eval(inputs, want)
-        (whole,), _ = _run(call, [inputs], until)
+        (whole,), _ = timer.run(call, [inputs])
         relative_error(whole, want, case.tolerance, inputs[0].dtype)
-        results, _ = _run(call, fewer, until)
+        results, _ = timer.run(call, fewer)
         for rows in results:
             if not mx.array_equal(rows, whole[: len(rows)]):
                 raise Rejected(f"one of {len(rows)} rows depends on their number")
@@ -163,7 +189,7 @@ def relative_error(
 def race(
     case: Case,
     call: Call,
-    until: float,
+    timer: Timer,
 ) -> dict[int, float]:
     """A variant's speedup over MLX's own op by rows, timed in turn. Raises TimeoutError."""
     gains = {}
@@ -178,28 +204,10 @@ def race(
         stock = ours = math.inf
         repeats = MIN_CALLS
         for _ in range(TURNS):
-            _, stock_s = _run(case.stock, list(islice(inputs, repeats)), until)
-            _, ours_s = _run(call, list(islice(inputs, repeats)), until)
+            _, stock_s = timer.run(case.stock, list(islice(inputs, repeats)))
+            _, ours_s = timer.run(call, list(islice(inputs, repeats)))
             stock = min(stock, stock_s)
             ours = min(ours, ours_s)
             repeats = min(MAX_CALLS, max(MIN_CALLS, int(RACE_S / max(stock_s, ours_s))))
         gains[rows] = stock / ours
     return gains
-
-
-def _run(
-    call: Call,
-    sets: list[Inputs],
-    until: float,
-) -> tuple[list[Array], float]:
-    """Call with each of `sets` in one graph: the results, and seconds per call. Raises TimeoutError
-    after `until`, Rejected for calls that hang."""
-    began = perf_counter()
-    results = [call(*inputs) for inputs in sets]
-    mx.eval(results)
-    now = perf_counter()
-    if now - began > CALL_LIMIT_S:
-        raise Rejected(f"{len(sets)} calls took {now - began:.0f} s")
-    if now > until:
-        raise TimeoutError("the time was too short")
-    return results, max(now - began, 1e-9) / max(1, len(sets))

@@ -22,6 +22,7 @@ from mlxspec.config import data_dir
 from mlxspec.files import flush_file, lock, write_atomic
 from mlxspec.kernels.trial import CALL_LIMIT_S, Case, Verdict, judge
 from mlxspec.progress import Report
+from mlxspec.types import Check
 
 Verdicts = dict[str, Verdict]  # by Case.name
 
@@ -108,37 +109,48 @@ def missing() -> str:
     return "" if usable else "no Metal here"
 
 
+def recall(cases: Iterable[Case], file: VerdictFile) -> Verdicts:
+    """Fill KERNELS for these cases with what `file` knows of them, and return their verdicts."""
+    reason = missing()
+    known = {} if reason else file.load()
+    unknown = Verdict(why=reason or UNTRIED)
+    found = {case.name: known.get(case.name, unknown) for case in cases}
+    KERNELS.verdicts.update(found)
+    return found
+
+
+def untried(cases: Iterable[Case]) -> list[Case]:
+    """Those of the cases, once recalled, that were never judged on this machine."""
+    return [case for case in cases if KERNELS.verdicts[case.name].why == UNTRIED]
+
+
 def verify(
     cases: Iterable[Case],
     file: VerdictFile,
     report: Report = lambda done, total: None,
+    check: Check = lambda: None,
 ) -> Verdicts:
-    """Fill KERNELS for these cases and return their verdicts, within about AT_START_S seconds."""
-    todo = {case.name: case for case in cases}
-    reason = missing()
-    found = dict.fromkeys(todo, Verdict(why=reason or UNTRIED))
-    if not reason:
-        known = file.load()
-        unknown = [case for name, case in todo.items() if name not in known]
-        try:
-            if unknown:
-                _try_all(unknown, file, report)
-                known = file.load()
-        except OSError as error:
-            log.warning(
-                "%s: %s; no kernel is tried, because a crash could not be recorded",
-                file.folder,
-                error,
-            )
-        found |= {name: known[name] for name in todo if name in known}
-    KERNELS.verdicts.update(found)
-    return found
+    """Judge the cases of which nothing is known, fill KERNELS and return the verdicts of all,
+    within about AT_START_S seconds. Calls `check` between launches, and raises what it raises; then
+    KERNELS is as before, and what was judged is in the file."""
+    cases = list({case.name: case for case in cases}.values())
+    known = {} if missing() else file.load()
+    unknown = [case for case in cases if case.name not in known]
+    try:
+        if unknown and not missing():
+            _try_all(unknown, file, report, check)
+    except OSError as error:
+        log.warning(
+            "%s: %s; no kernel is tried, because a crash could not be recorded", file.folder, error
+        )
+    return recall(cases, file)
 
 
 def _try_all(
     cases: list[Case],
     file: VerdictFile,
     report: Report,
+    check: Check,
 ) -> None:
     """Judge the cases that there is time for, none if another process tries kernels. Raises OSError
     if a trial cannot be recorded."""
@@ -149,18 +161,18 @@ def _try_all(
         for done, case in enumerate(cases, 1):
             until = perf_counter() + CASE_S
             if until <= end:
-                _try(case, file, until)
+                _try(case, file, until, check)
             report(done, len(cases))
 
 
-def _try(case: Case, file: VerdictFile, until: float) -> None:
+def _try(case: Case, file: VerdictFile, until: float, check: Check) -> None:
     """Judge a case. Until then the file says that it crashed, in case it ends the process."""
     known = file.load()
     KERNELS.deadline = until + 2 * CALL_LIMIT_S
     KERNELS.forget = partial(file.save, known)
     try:
         file.save({**known, case.name: Verdict(why=CRASHED)})
-        verdict = judge(case, until)
+        verdict = judge(case, until, check)
         if not any(word in verdict.why for word in OUT_OF_MEMORY):
             known[case.name] = verdict  # else it may fit at the next start
     finally:

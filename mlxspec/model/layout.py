@@ -296,16 +296,14 @@ def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBy
 
 
 def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
-    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on; and
-    its caches of the last prompt. Raises UnsupportedModel."""
+    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on, by
+    one pass for each; and its caches of the last prompt. Raises UnsupportedModel."""
     logits = []
     try:
         for prompt in PROMPTS:
             caches = make_prompt_cache(model)
-            rows = []
-            for tokens in (prompt, *((token,) for token in CONTINUATION)):
-                rows.append(model(mx.array([tokens]), cache=caches)[0, -1])
-            logits.append(mx.stack(rows))
+            rows = model(mx.array([(*prompt, *CONTINUATION)]), cache=caches)[0]
+            logits.append(rows[len(prompt) - 1 :])
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises
         raise UnsupportedModel(

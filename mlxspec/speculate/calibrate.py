@@ -1,10 +1,11 @@
 """Measures what a step costs on this machine, by its rows and its context; once for each model.
 
-Rule: the measurement takes SECONDS, or as long as it takes to measure FIRST_ROWS; what lies
-between is interpolated, and the controller corrects it by the steps that follow.
+Rule: the steps measured take SECONDS, or as long as those of FIRST_ROWS take; what lies between is
+interpolated, and the controller corrects it by the steps that follow.
 """
 
 import time
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,7 @@ from mlxspec import log
 from mlxspec.model.runner import Runner
 from mlxspec.progress import Report
 from mlxspec.speculate.controller import GRID, Costs
-from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Seq
+from mlxspec.types import NULL_BLOCK, Check, Draft, Entry, Request, Seq
 
 SECONDS = 1.0
 TURNS = 4
@@ -33,50 +34,65 @@ def contexts_in(capacity: int) -> tuple[int, int]:
     return min(short, long), long
 
 
-def calibrate(
-    runner: Runner,
-    table: list[int],
-    contexts: tuple[int, int],
-    report: Report = lambda done, total: None,
-) -> Costs:
-    """The cost of a step of one sequence with 1 to 32 rows after so many tokens; `table` are unused
-    blocks."""
-    times = _measure(runner, table, contexts, report)
-    # More rows and more context are never cheaper. What says so was disturbed, which adds time.
-    times = times[::-1, ::-1]
-    for axis in range(2):
-        times = np.minimum.accumulate(times, axis)
-    high, low = times[:, ::-1].tolist()
-    log.info("a step takes %.1f ms with 1 row, %.1f ms with 32 rows", 1e3 * low[0], 1e3 * low[-1])
-    return Costs(contexts, GRID, (low, high))
+@dataclass(slots=True)
+class Calibration:
+    """Measures what a step of one sequence with 1 to 32 rows costs after so many tokens. It can be
+    interrupted between two steps and goes on there."""
 
+    runner: Runner
+    contexts: tuple[int, int]
+    _steps: list[tuple[int, int]] = field(init=False)  # (rows, index of its context)
+    _least: int = 0  # of these, which are measured however long they take
+    _done: int = 0
+    _seconds: float = 0.0
+    # Seconds [contexts, rows of GRID], the best of each.
+    _best: np.ndarray = field(default_factory=lambda: np.full((2, len(GRID)), np.inf))
 
-def _measure(
-    runner: Runner,
-    table: list[int],
-    contexts: tuple[int, int],
-    report: Report,
-) -> np.ndarray:
-    """Seconds [contexts, rows of GRID], the best of as many turns as there is time for; at least
-    one of FIRST_ROWS, two where kernels are compiled at their first use, TURNS of FEW."""
-    until = time.perf_counter() + SECONDS
-    first = 2 if mx.metal.is_available() else 1
-    each_once = dict.fromkeys(FIRST_ROWS + GRID)
-    points = [(rows, TURNS if rows <= FEW else first) for rows in each_once]
-    points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID if rows > FEW]
-    best = np.full((2, len(GRID)), np.inf)
-    time_step(runner, table, contexts[0], 1)
-    for done, (rows, times) in enumerate(points):
-        report(done, len(points))
-        if done >= len(FIRST_ROWS) and time.perf_counter() > until:
-            break
-        at = GRID.index(rows)
-        for i, context in enumerate(contexts):
-            if i == 0 or rows in LONG_ROWS:
-                took = [time_step(runner, table, context, rows) for _ in range(times)]
-                best[i, at] = min(best[i, at], *took)
-    low = _filled(np.minimum(*best))
-    return np.array([low, low + _filled(best[1] - low)])
+    def __post_init__(self) -> None:
+        first = 2 if mx.metal.is_available() else 1  # kernels are compiled at their first use
+        each_once = dict.fromkeys(FIRST_ROWS + GRID)
+        points = [(rows, TURNS if rows <= FEW else first) for rows in each_once]
+        points += [(rows, 1) for _ in range(first, TURNS) for rows in GRID if rows > FEW]
+        self._steps = []
+        for n, (rows, times) in enumerate(points):
+            for i in range(2 if rows in LONG_ROWS else 1):
+                self._steps += [(rows, i) for _ in range(times)]
+            if n + 1 == len(FIRST_ROWS):
+                self._least = len(self._steps)
+
+    def run(
+        self,
+        table: list[int],
+        check: Check = lambda: None,
+        report: Report = lambda done, total: None,
+    ) -> Costs:
+        """Go on measuring; `table` are unused blocks. Calls `check` before each step, and raises
+        what it raises."""
+        if not self._done:
+            time_step(self.runner, table, self.contexts[0], 1)
+        for rows, i in self._steps[self._done :]:
+            if self._done >= self._least and self._seconds > SECONDS:
+                break
+            check()
+            report(self._done, len(self._steps))
+            took = time_step(self.runner, table, self.contexts[i], rows)
+            at = i, GRID.index(rows)
+            self._best[at] = min(self._best[at], took)
+            self._seconds += took
+            self._done += 1
+        return self._costs()
+
+    def _costs(self) -> Costs:
+        low = _filled(np.minimum(*self._best))
+        times = np.array([low, low + _filled(self._best[1] - low)])
+        # More rows and more context are never cheaper. What says so was disturbed, which adds time.
+        times = times[::-1, ::-1]
+        for axis in range(2):
+            times = np.minimum.accumulate(times, axis)
+        high, low = times[:, ::-1].tolist()
+        few, many = 1e3 * low[0], 1e3 * low[-1]
+        log.info("a step takes %.1f ms with 1 row, %.1f ms with 32 rows", few, many)
+        return Costs(self.contexts, GRID, (low, high))
 
 
 def _filled(values: np.ndarray) -> np.ndarray:

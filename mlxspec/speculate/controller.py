@@ -143,10 +143,11 @@ def corrected(ratio: float) -> float:
 
 @dataclass
 class Controller:
-    """Decides from measured `costs` and learned rates; `prior(key)` is the rate of a key that was
-    never tried. `padded`: in a step, all sequences have as many rows as the longest draft."""
+    """Decides from measured `costs`, which must be known before it is asked, and learned rates;
+    `prior(key)` is the rate of a key that was never tried. `padded`: in a step, all sequences have
+    as many rows as the longest draft."""
 
-    costs: Costs
+    costs: Costs | None
     prior: Callable[[Key], float]
     padded: bool = False
 
@@ -167,6 +168,7 @@ class Controller:
     ) -> list[tuple[int, Proposal | None]]:
         """For each sequence how many tokens to draft, and by which of its options. `context` counts
         the tokens of all sequences, `mode` is how a step with drafts runs."""
+        assert self.costs
         base = len(stats)
         curve = self.costs.curve(base + MAX_ROWS, context, mode).tolist()
         plain = self.costs.step(base, context, "overlap")

@@ -28,13 +28,14 @@ LIKELY = 0.75  # of a head's likeliest tokens, which are tried unless drawn ones
 
 @dataclass
 class Proposer:
-    """Holds the drafters and one controller. `costs` are those of the target's steps; `depth`:
+    """Holds the drafters and one controller. `costs` are those of the target's steps; until they
+    are known (`start`), drafters follow what is computed and nothing is drafted. `depth`:
     models and heads always draft so many tokens, and nothing else drafts; 0: what pays. `padded`:
     the other sequences' rows are padded to the longest draft, which is limited then.
     `tries_likeliest`: at a temperature, drafts of a fixed depth too are of the likeliest tokens
     where more of these are accepted; else all are drawn, which shows what a head has learned."""
 
-    costs: Costs
+    costs: Costs | None
     drafters: list[Drafter]
     depth: int = 0
     padded: bool = False
@@ -47,6 +48,15 @@ class Proposer:
         self._chosen: dict[Seq, Proposal] = {}
         self._asked: dict[Seq, list[Proposal]] = {}  # until a step is read or drafted for
         self._names = [drafter.name for drafter in self.drafters]  # also of those that fail
+
+    def start(self, costs: Costs | None) -> None:
+        """Draft by these costs of a step from now on."""
+        self.costs = self.control.costs = costs
+
+    def drop(self, drafter: Drafter) -> None:
+        """Leave a drafter out from now on."""
+        self.drafters = [other for other in self.drafters if other is not drafter]
+        drafter.close()
 
     def begin(self, seq: Seq) -> None:
         self._stats[seq] = self.control.begin()
@@ -73,8 +83,7 @@ class Proposer:
             return method(*args)
         except Exception:
             log.exception("drafting by %s failed: it is off until the next start", drafter.name)
-            self.drafters = [other for other in self.drafters if other is not drafter]
-            drafter.close()
+            self.drop(drafter)
             return None
 
     # ---- before a step -----------------------------------------------------------------------
@@ -124,6 +133,8 @@ class Proposer:
         """The sequences for which something should be drafted, and how many tokens of what.
         Drafters that are not lazy are asked only for sequences that have tokens `in_flight`, as if
         these were read, or only for others."""
+        if not self.costs:
+            return
         seqs = [seq for seq in seqs if seq in self._stats]  # others have not been in a plan yet
         stats = [self._stats[seq] for seq in seqs]
         options = [self._options(seq, in_flight) for seq in seqs]
@@ -188,8 +199,8 @@ class Proposer:
         seconds: float,
     ) -> None:
         self._asked.clear()
-        if seconds > 0:
-            self._learn_costs(step, seconds)
+        if self.costs and seconds > 0:
+            self._learn_costs(self.costs, step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):
             if new.tokens and e.seq.finish is None:
                 # Of a draft that a grammar cut, the token that it refused counts as rejected.
@@ -200,6 +211,7 @@ class Proposer:
 
     def _learn_costs(
         self,
+        costs: Costs,
         step: Step,
         seconds: float,
     ) -> None:
@@ -215,9 +227,9 @@ class Proposer:
         mode = "overlap" if step.overlaps else "exact"
         drafts = [e.draft for e in plan if e.draft.source in self._names]
         if not drafts:
-            self.costs.learn(rows, context, mode, seconds)
+            costs.learn(rows, context, mode, seconds)
         elif deepest := max(drafts, key=len):  # else a grammar refused all of what was drafted
-            own = seconds - self.costs.step(rows, context, mode)
+            own = seconds - costs.step(rows, context, mode)
             for drafter in self.drafters:
                 if drafter.name == deepest.source:
                     drafter.learn_seconds(own, len(deepest))

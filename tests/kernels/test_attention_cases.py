@@ -76,7 +76,9 @@ def test_the_kernel_matches_its_cases(
         assert case.rows == tuple(range(1, 17)) and set(case.raced) < set(case.rows)
         less = replace(case, rows=(1, 3))
         with metalsim.patch():
-            trial.compare(less, less.variants[attention.VARIANT], math.inf)
+            trial.compare(
+                less, less.variants[attention.VARIANT], trial.Timer(math.inf, lambda: None)
+            )
         given = case.cut(case.inputs(0), 3)
         stock = case.stock(*given)
         assert stock.shape == (5 if case.name.endswith("ragged") else 3, 4, 64), (

@@ -14,7 +14,7 @@ from mlxspec.speculate.calibrate import (
     FIRST_ROWS,
     LONG_ROWS,
     TURNS,
-    calibrate,
+    Calibration,
     contexts_in,
 )
 from mlxspec.speculate.controller import GRID
@@ -35,7 +35,7 @@ def table(blocks: int = 12) -> list[int]:
 
 def test_all_rows_at_two_contexts(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    costs = calibrate(runner, table(), CONTEXTS)
+    costs = Calibration(runner, CONTEXTS).run(table())
     assert tuple(costs.rows) == GRID and costs.contexts == (64, 12 * SIZE - 33)
     assert all(0 < low <= high < 5 for low, high in zip(*costs.measured, strict=True))
     assert "with 32 rows" in caplog.text
@@ -59,7 +59,7 @@ def test_a_slow_model_is_measured_once_at_few_points(
     monkeypatch.setattr(
         module, "time_step", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
-    costs = calibrate(runner, table(), CONTEXTS)
+    costs = Calibration(runner, CONTEXTS).run(table())
     points = [(64, rows) for rows in FIRST_ROWS] + [(159, rows) for rows in LONG_ROWS]
     often = [point for point in points if point[1] <= FEW] * (TURNS - 1)
     assert asked[0] == (64, 1) and sorted(asked[1:]) == sorted(points + often)
@@ -81,9 +81,9 @@ def test_a_disturbed_measurement_makes_no_more_rows_dear(
 
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(module, "time_step", took)
-    true = np.array(calibrate(runner, table(), CONTEXTS).measured)
+    true = np.array(Calibration(runner, CONTEXTS).run(table()).measured)
     monkeypatch.setattr(module, "time_step", disturbed)
-    found = np.array(calibrate(runner, table(), CONTEXTS).measured)
+    found = np.array(Calibration(runner, CONTEXTS).run(table()).measured)
     assert (found >= true[0, 0]).all()
     assert (np.diff(found, axis=0) >= 0).all() and (np.diff(found, axis=1) >= 0).all()
     if rows < GRID[-1]:  # else nothing says that it was disturbed
@@ -100,5 +100,5 @@ def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(RecurrentStates, "keep_accepted", kept)
-    calibrate(runner, table(), CONTEXTS)
+    Calibration(runner, CONTEXTS).run(table())
     assert {2, 8, 32} <= set(asked)

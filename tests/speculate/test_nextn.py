@@ -17,7 +17,9 @@ from mlx_lm.models.cache import KVCache
 
 from mlxspec.config import Config
 from mlxspec.engine.drafting import add_drafters, load_drafting
-from mlxspec.engine.warmup import WarmupCache, kernels_in_use
+from mlxspec.engine.measuring import Measuring
+from mlxspec.engine.warmup import WarmupCache
+from mlxspec.kernels.verify import VerdictFile
 from mlxspec.model.layout import find_layout, load
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
@@ -222,16 +224,31 @@ def test_drafts_are_those_of_a_dense_computation(kind: str, tmp_path: Path) -> N
     assert 0 < sum(accepted) < sum(len(d) for _, d in drafted)
 
 
-def test_a_pool_that_measuring_fills_has_no_room_to_try_a_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("blocks", "tried"), [(20, 0), (64, 2)])
+def test_a_head_is_tried_where_the_pool_has_room(
+    tmp_path: Path, blocks: int, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[object] = []
+
+    def rate(*args: object) -> float:
+        rates.append(args)
+        return 0.5
+
+    monkeypatch.setattr(Measuring, "_acceptance_rate", rate)
     reference = Reference("glm4_moe")
     reference.write(tmp_path)
-    e = tiny.engine(reference.target, blocks=64)
-    cache = WarmupCache(layout=find_layout(reference.target), costs=costs())
-    cache.kernels = kernels_in_use()
+    cache = WarmupCache(layout=find_layout(reference.target))
+    e = tiny.engine(reference.target, blocks=blocks)
     drafting = load_drafting(reference.target, tmp_path, None, Config())
-    add_drafters(e, cache, drafting, Config())
-    assert isinstance(e.proposer, Proposer)
+    add_drafters(e, drafting, Config())
+    decided: list[object] = []
+    left = Measuring(e, cache, lambda: None, (), VerdictFile(tmp_path), drafting.key)
+    left.recall(decided.append)
+    assert len(decided) == (not tried)
+    e.work_idle()
+    assert isinstance(e.proposer, Proposer) and e.proposer.costs
     assert [d.name for d in e.proposer.drafters] == ["copy", "mtp"]
+    assert len(rates) == tried and decided == [e.proposer.drafters[1]]
 
 
 def sidecar(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -9,7 +9,6 @@ disk may save is read as soon as it stands: prompts, full blocks, what ends.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import mlx.core as mx
 
@@ -20,7 +19,7 @@ from mlxspec.speculate.calibrate import unused_seq
 from mlxspec.speculate.chain import LIKELIEST, MAX_LAG, Chain, DraftCosts, deepest_first
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.model import HeadModel, Rows
-from mlxspec.types import Accepted, Draft, Entry, Plan, Seq, Tap
+from mlxspec.types import Accepted, Check, Draft, Entry, Plan, Seq, Tap
 
 
 @dataclass(slots=True)
@@ -214,14 +213,18 @@ class HeadDrafter(Drafter):
     ) -> None:
         self.costs.learn(seconds, depth)
 
-    def measure(self, table: list[int], known: DraftCosts | None = None) -> DraftCosts:
-        """Time drafts in unused blocks; where what they cost is `known`, one shows that they can be
-        made."""
-        if known:
-            self._seconds(table, 1)
-            self.costs = replace(known)
-        else:
-            self.costs.measure(partial(self._seconds, table), self.head.depth)
+    def make_one(self, table: list[int]) -> None:
+        """Make a draft in unused blocks, which shows that the head's code runs."""
+        self._seconds(table, 1)
+
+    def measure(self, table: list[int], check: Check = lambda: None) -> DraftCosts:
+        """Time drafts in unused blocks. Calls `check` before each, and raises what it raises."""
+
+        def seconds(depth: int) -> float:
+            check()
+            return self._seconds(table, depth)
+
+        self.costs.measure(seconds, self.head.depth)
         return replace(self.costs)
 
     def _seconds(

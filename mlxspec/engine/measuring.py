@@ -1,0 +1,226 @@
+"""What the first start of a model measures while it serves, in idle moments: steps, what drafts,
+kernels, and which hidden state its head should read.
+
+Rule: a request waits for the one step that is running, never for a measurement, which goes on in
+the next idle moment. Nothing is drafted before steps are measured.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from mlxspec import log
+from mlxspec.engine.engine import Engine, SpecDecodeMetrics
+from mlxspec.engine.warmup import WarmupCache, kernels_in_use
+from mlxspec.kernels.trial import Case
+from mlxspec.kernels.verify import VerdictFile, untried, verify
+from mlxspec.model.trunk import decoder_layers
+from mlxspec.progress import progress
+from mlxspec.speculate.calibrate import MORE, Calibration, contexts_in
+from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.speculate.proposer import Proposer
+from mlxspec.types import (
+    FINAL_NORM,
+    Check,
+    Interrupted,
+    RankLost,
+    Request,
+    Sampling,
+    Tap,
+)
+
+TRIED_ANSWERS, TRIED_TOKENS = 4, 64  # to choose what a head reads
+# Of these answers. At 1 a head that fits guesses too little of what they ramble to stand out.
+TRIED_TEMPERATURE = 0.7
+CLEARLY = 1.15  # times the acceptance rate: less may be chance
+
+
+@dataclass(slots=True)
+class Measuring:
+    """The measurements of one model, which go into its WarmupCache and are kept by `save`.
+
+    `cases` are its kernels; what drafts has the fingerprint `key`. Each call of `run` goes on where
+    the last one was interrupted.
+    """
+
+    engine: Engine
+    cache: WarmupCache
+    save: Callable[[], None]
+    cases: Sequence[Case]
+    verdicts: VerdictFile
+    key: str
+    contexts: tuple[int, int] = (0, 0)
+    _decided: Callable[[HeadDrafter | None], None] = lambda head: None
+    _calibration: Calibration | None = None
+    _rates: dict[Tap, float] = field(default_factory=dict)  # of the hidden states tried so far
+
+    def __post_init__(self) -> None:
+        pool = self.engine.scheduler.pool
+        self.contexts = contexts_in(len(pool.free_blocks) * pool.block_size)
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """None where nothing drafts."""
+        found = self.engine.proposer
+        return found if isinstance(found, Proposer) else None
+
+    @property
+    def head(self) -> HeadDrafter | None:
+        """The head or small model, unless it failed."""
+        drafters = self.proposer.drafters if self.proposer else []
+        return next((each for each in drafters if isinstance(each, HeadDrafter)), None)
+
+    @property
+    def tries_taps(self) -> bool:
+        """Whether it is to be found out which hidden state the head reads, and there is room."""
+        pool = self.engine.scheduler.pool
+        needed = TRIED_ANSWERS * (TRIED_TOKENS // pool.block_size + 2)
+        head = self.head
+        unknown = head is not None and head.head.tries_taps and self.key not in self.cache.taps
+        return unknown and pool.size > needed + 1
+
+    def recall(self, decided: Callable[[HeadDrafter | None], None]) -> None:
+        """Take over what earlier starts measured, and leave the rest to the engine's idle moments.
+        `decided` is called once it is known what the head reads, on which the content of blocks
+        depends."""
+        self._decided = decided
+        cache, head = self.cache, self.head
+        if head and self.key in cache.taps:
+            head.use((cache.taps[self.key],))
+        if head and self.key in cache.drafts:
+            head.costs = replace(cache.drafts[self.key])
+        if not self.tries_taps:
+            decided(head)
+        if self.proposer and self._known and (not head or self.key in cache.drafts):
+            self.proposer.start(cache.costs)
+        waits = self.proposer and (not self.proposer.costs or self.tries_taps)
+        if waits or untried(self.cases):
+            self.engine.idle_work = self.run
+
+    def run(self, check: Check) -> None:
+        """Measure what is left. Calls `check` before each step, and raises what it raises."""
+        if self.proposer:
+            self._measure_costs(self.proposer, check)
+        if untried(self.cases):
+            with progress("Trying kernels") as report:
+                verify(self.cases, self.verdicts, report, check)
+            self.cases = ()  # what there was no time for, the next start tries
+        if self.proposer:  # again, if other kernels run now
+            self._measure_costs(self.proposer, check)
+        if self.proposer and self.head and self.tries_taps:
+            self._try_taps(self.proposer, self.head, check)
+        self.save()
+
+    @property
+    def _known(self) -> bool:
+        """Whether it is known what steps cost with the kernels in use."""
+        cache = self.cache
+        same = cache.kernels == kernels_in_use()
+        return same and cache.costs is not None and cache.costs.contexts == self.contexts
+
+    def _measure_costs(self, proposer: Proposer, check: Check) -> None:
+        """What a step costs with the kernels in use, and a draft; then drafting starts."""
+        cache = self.cache
+        if not self._known:
+            self._calibration = self._calibration or Calibration(self.engine.runner, self.contexts)
+            with self._blocks(self.contexts[1] + MORE) as table:
+                with progress("Measuring steps") as report:
+                    cache.costs = self._calibration.run(table, check, report)
+            cache.kernels, cache.drafts, self._calibration = kernels_in_use(), {}, None
+        if self.head and self.key not in cache.drafts:
+            with self._blocks(self.contexts[0] + MORE) as table:
+                cache.drafts = {self.key: self.head.measure(table, check)}
+        if proposer.costs is not cache.costs:
+            proposer.start(cache.costs)
+            self.save()
+
+    def _try_taps(self, proposer: Proposer, head: HeadDrafter, check: Check) -> None:
+        try:
+            self._choose_tap(proposer, head, check)
+        except (Interrupted, RankLost):
+            raise
+        except Exception:  # mlx-lm's modules with the head's weights
+            log.exception("decoding without a head: it cannot run")
+            proposer.drop(head)
+            head.detach()
+        self._decided(self.head)
+
+    @contextmanager
+    def _blocks(self, tokens: int) -> Iterator[list[int]]:
+        """Blocks for so many tokens, as far as they are free."""
+        pool = self.engine.scheduler.pool
+        needed = -(-tokens // pool.block_size)
+        table = pool.allocate(min(needed, len(pool.free_blocks))) or []
+        try:
+            yield table
+        finally:
+            pool.free(table)
+
+    def _choose_tap(self, proposer: Proposer, head: HeadDrafter, check: Check) -> None:
+        """Let an MTP head read the hidden state with which drafts are accepted more often, where
+        that is clear, else its default: after the final norm or before it. Checkpoints do not say
+        which theirs was trained with."""
+        (usual,) = head.taps
+        last = len(decoder_layers(self.engine.runner.model)) - 1
+        with progress("Trying the head") as report:
+            for done, tap in enumerate((FINAL_NORM, last)):
+                report(done, 2)
+                if tap not in self._rates:
+                    self._rates[tap] = self._acceptance_rate(proposer, head, tap, check)
+        best = max(self._rates, key=lambda tap: self._rates[tap])
+        log.debug("acceptance rates by hidden state: %s", self._rates)
+        if self._rates[best] <= CLEARLY * self._rates[usual]:
+            best = usual
+        self.cache.taps = {self.key: best}
+        if best != usual:
+            head.use((best,))
+            self.engine.scheduler.kv.evict_cached()  # with K/V that the head made of the other
+
+    def _acceptance_rate(
+        self, proposer: Proposer, head: HeadDrafter, tap: Tap, check: Check
+    ) -> float:
+        """Of drafts of one token in a few answers, with the head reading the hidden state `tap`."""
+        assert proposer.costs
+        once = replace(proposer.costs, factors={})  # what steps take now says nothing
+        trial = Proposer(once, [head], depth=1)
+        with self._apart(trial), _reading(head, tap):
+            for n in range(TRIED_ANSWERS):
+                sampling = Sampling(temperature=TRIED_TEMPERATURE, seed=n)
+                prompt = n + 1, n + 2
+                self.engine.add(Request(f"try-{n}", prompt, TRIED_TOKENS - 2, sampling))
+            while self.engine.busy:
+                check()
+                self.engine.step()
+            if not trial.drafters:
+                raise RuntimeError("it failed in a trial")
+            counts = self.engine.spec_metrics
+            return counts.accepted.total() / max(1, counts.drafted.total())
+
+    @contextmanager
+    def _apart(self, proposer: Proposer) -> Iterator[None]:
+        """An engine that drafts by `proposer`, for requests that leave no trace in its prefix cache
+        and its counters; those that were not finished are aborted."""
+        engine = self.engine
+        kept = engine.counters, engine.spec_metrics, engine.proposer, engine.scheduler.sharing
+        engine.counters, engine.spec_metrics = Counter(), SpecDecodeMetrics()
+        engine.proposer, engine.scheduler.sharing = proposer, False
+        try:
+            yield
+        finally:
+            for n in range(TRIED_ANSWERS):
+                engine.abort(f"try-{n}")
+            while engine.busy:
+                engine.step()
+            engine.counters, engine.spec_metrics = kept[:2]
+            engine.proposer, engine.scheduler.sharing = kept[2:]
+
+
+@contextmanager
+def _reading(head: HeadDrafter, tap: Tap) -> Iterator[None]:
+    usual = head.taps
+    head.use((tap,))
+    try:
+        yield
+    finally:
+        head.use(usual)

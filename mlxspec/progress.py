@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from mlxspec import log
 
@@ -15,15 +16,21 @@ Report = Callable[[float, float], None]  # (done, total), in any unit
 @contextmanager
 def progress(text: str) -> Iterator[Report]:
     """Yields a function to call with (done, total). Shows nothing before its first call."""
-    if not (sys.stderr and sys.stderr.isatty()):
+    if not _terminal(sys.stderr):
         yield _log_lines(text)
         return
     from rich.console import Console  # a server without a terminal starts without it
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    # Whole lines: what others print meanwhile goes through this console, above the bar.
+    console = Console(stderr=True, soft_wrap=True)
+    with Progress(console=console, transient=True, redirect_stdout=_terminal(sys.stdout)) as bar:
         task = bar.add_task(text, total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def _terminal(stream: TextIO | None) -> bool:
+    return bool(stream and stream.isatty())
 
 
 def _log_lines(text: str) -> Report:

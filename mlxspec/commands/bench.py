@@ -11,12 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 
-from rich.console import Console
-from rich.progress import track
-
 from mlxspec import blas
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
+from mlxspec.progress import progress
 from mlxspec.types import Request, Sampling
 
 blas.load()
@@ -207,12 +205,13 @@ def measure(
     for side in sides:  # the first passes of a shape take longer
         run_group(engine, side, requests[:streams])
     pairs: Pairs = []
-    starts = range(0, len(requests), streams)
-    for at in track(starts, console=Console(stderr=True)):
-        group = requests[at : at + streams]
-        answers = {}
-        for side in sides:
-            answers[side is speculator] = run_group(engine, side, group)
-        sides.reverse()
-        pairs += [(r.id, answers[False][r.id], answers[True][r.id]) for r in group]
+    with progress("Answering prompts") as report:
+        for at in range(0, len(requests), streams):
+            report(at, len(requests))
+            group = requests[at : at + streams]
+            answers = {}
+            for side in sides:
+                answers[side is speculator] = run_group(engine, side, group)
+            sides.reverse()
+            pairs += [(r.id, answers[False][r.id], answers[True][r.id]) for r in group]
     return pairs

@@ -2,8 +2,9 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -50,9 +51,19 @@ def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     return url, key or ""
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at that moment: rich's own while a bar is shown, which puts
+    the line above the bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def log_to_stderr(level: str) -> None:
     """Our own log at `level`; warnings and errors of other libraries."""
     logging.basicConfig(
+        handlers=[StderrHandler()],
         level=logging.WARNING,
         format="%(asctime)s %(levelname)-7s %(message)s",
         datefmt="%H:%M:%S",

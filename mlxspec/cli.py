@@ -34,7 +34,11 @@ from mlxspec.types import UserError
 
 LOAD_S = 3600  # most seconds to load or unload a model
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},  # of every command
+)
 cache = typer.Typer(no_args_is_help=True, help="Show or delete what the cache keeps on disk.")
 app.add_typer(cache, name="cache")
 app.add_typer(service, name="service")
@@ -52,7 +56,9 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def about(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version.")
+    ] = False,
 ) -> None:
     """A local server for language models on Apple Silicon, built on MLX."""
     if version:
@@ -65,8 +71,9 @@ def about(
 def serve(**flags: str | list[str] | None) -> None:
     """Serve models over HTTP: `mlxspec serve mlx-community/Qwen3-4B-4bit`, or a directory.
 
-    Without MODEL: the one in your settings, else the built-in model, SmolLM2-135M-Instruct (93 MB
-    to download). It only shows that everything works; it is too small for real use.
+    Without MODEL: the one in your settings, else the built-in model,
+    SmolLM2-135M-Instruct (93 MB to download). It only shows that everything
+    works; it is too small for real use.
     """
     if listener := activated_socket():
         log_to_stderr("info")
@@ -90,14 +97,21 @@ def bench(
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="A head or small model that drafts tokens; off: neither."
+            metavar="<model>", help="A head or small model that drafts tokens; off: neither."
         ),
     ] = None,
     workload: Annotated[Workload, typer.Option(help="Prompts: edits, code, chat or all.")] = "all",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, metavar="<tokens>", help="Most tokens of an answer.")
+    ] = 256,
     streams: Annotated[
         int,
-        typer.Option(min=1, max=16, help="How many prompts run at the same time, as one batch."),
+        typer.Option(
+            min=1,
+            max=16,
+            metavar="<int>",
+            help="How many prompts run at the same time, as one batch.",
+        ),
     ] = 1,
 ) -> None:
     """Measure what speculation gains on this machine: the same prompts with it and without it.
@@ -117,15 +131,20 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Code and documents to learn from; hidden files are left out."
+            metavar="<dir>", help="Code and documents to learn from; hidden files are left out."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1000, help="How much to learn from.")] = 300_000,
-    epochs: Annotated[int, typer.Option(min=1, max=20, help="How often to learn it.")] = 1,
+    tokens: Annotated[
+        int, typer.Option(min=1000, metavar="<tokens>", help="How much to learn from.")
+    ] = 300_000,
+    epochs: Annotated[
+        int, typer.Option(min=1, max=20, metavar="<int>", help="How often to learn it.")
+    ] = 1,
     draft_vocab_size: Annotated[
         int | None,
         typer.Option(
             min=256,
+            metavar="<tokens>",
             help="How many different tokens it can draft: 16,384, or as many as the head that is"
             " there; another number makes a new head.",
         ),
@@ -133,11 +152,12 @@ def train(
     url: Url = None,
     api_key: Key = None,
 ) -> None:
-    """Make a head for a model, which drafts its tokens from then on, from the model's own answers,
-    or go on with the one that it has.
+    """Make a head that drafts a model's tokens from then on, or go on with the one that it has.
 
-    Nothing leaves this machine. While a running server has a request, it waits. Ctrl-C stops, and
-    the same command goes on. Exits with 1 if the head is no better than what drafts now.
+    It learns from the model's own answers and your files. Nothing leaves this
+    machine. While a running server has a request, it waits. Ctrl-C stops, and
+    the same command goes on. Exits with 1 if the head is no better than what
+    drafts now.
     """
     config = load({"model": model})
     log_to_stderr("warning")
@@ -162,7 +182,9 @@ def load_model(model: Served, url: Url = None, api_key: Key = None) -> None:
 @app.command()
 def stop(
     model: Served,
-    force: Annotated[bool, typer.Option("--force", help="Unload it even if it is pinned.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="Unload it even if it is pinned.")
+    ] = False,
     url: Url = None,
     api_key: Key = None,
 ) -> None:
@@ -200,7 +222,7 @@ def cache_stats() -> None:
 
 @cache.command("clear")
 def cache_clear(
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask.")] = False,
 ) -> None:
     """Delete the prefix cache, recorded answers and what a training works with. Trained heads stay.
 

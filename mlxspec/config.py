@@ -34,14 +34,15 @@ def option(
     *,
     low: float = 0,
     choices: tuple[Any, ...] = (),
+    kind: str = "",
     secret: bool = False,
 ) -> Any:
-    """One row of the table. `low` and `high` bound a number, inclusively; a `secret` value is never
-    printed."""
+    """One row of the table. `low` and `high` bound a number, inclusively; `kind` says what a value
+    is, its unit for example, where choices and type do not; a `secret` value is never printed."""
     return field(
         default=default,
         repr=not secret,
-        metadata=dict(help=help, low=low, high=high, choices=choices, secret=secret),
+        metadata=dict(help=help, low=low, high=high, choices=choices, kind=kind, secret=secret),
     )
 
 
@@ -54,27 +55,38 @@ class Config:
         "",
         "Model directory in mlx-lm's format, or Hugging Face id; empty: the built-in model,"
         " SmolLM2-135M-Instruct, which is too small for real use.",
+        kind="model",
     )
     others: tuple[str, ...] = option(
-        (), "More models, each loaded on its first request; NAME=MODEL sets the name."
+        (), "More models, each loaded on its first request; NAME=MODEL sets the name.", kind="model"
     )
-    name: str = option("", "Name of the (first) model in the API; empty: the model's own name.")
+    name: str = option(
+        "", "Name of the (first) model in the API; empty: the model's own name.", kind="name"
+    )
     host: str = option(
         "127.0.0.1",
         "Address to listen on; 0.0.0.0: all networks, then set api_key too.",
+        kind="address",
     )
     port: int = option(8080, "Port to listen on; 0: any free port.", 65535)
-    api_key: str = option("", "API key that clients must send; empty: no key.", secret=True)
+    api_key: str = option(
+        "", "API key that clients must send; empty: no key.", secret=True, kind="key"
+    )
     allowed_hosts: tuple[str, ...] = option(
-        (), "Names allowed in `Host` and `Origin` headers, in addition to the loopback names."
+        (),
+        "Names allowed in `Host` and `Origin` headers, in addition to the loopback names.",
+        kind="name,...",
     )
     pin: tuple[str, ...] = option(
-        (), "Names of models that stay in memory: never unloaded to make room or when idle."
+        (),
+        "Names of models that stay in memory: never unloaded to make room or when idle.",
+        kind="name,...",
     )
     idle_ttl: float = option(
         1800.0,
         "Idle seconds after which a model that is not pinned is unloaded; 0: never.",
         10_000_000,
+        kind="seconds",
     )
     ranks: int = option(
         1,
@@ -89,13 +101,16 @@ class Config:
     max_queue: int = option(
         64, "Most requests that wait; further ones get status 429.", 4096, low=1
     )
-    context: int = option(0, "Context length (prompt and output) in tokens; 0: the model's.", 2**24)
-    block_size: int = option(32, "Tokens in a KV block.", 512, low=1)
-    kv_blocks: int = option(0, "Number of KV blocks; 0: by free memory.", 2**24)
+    context: int = option(
+        0, "Context length (prompt and output) in tokens; 0: the model's.", 2**24, kind="tokens"
+    )
+    block_size: int = option(32, "Tokens in a KV block.", 512, low=1, kind="tokens")
+    kv_blocks: int = option(0, "Number of KV blocks; 0: by free memory.", 2**24, kind="blocks")
     memory_gb: float = option(
         0.0,
         "Memory limit in GiB for weights, caches and headroom; 0: what is free.",
         65_536,
+        kind="GiB",
     )
     wired: str = option(
         "off",
@@ -112,13 +127,17 @@ class Config:
         "auto",
         "Batch layout; auto picks the fastest one that matches mlx-lm.",
         choices=("auto", "rows", "rect", "gather", "solo"),
+        kind="layout",
     )
-    prefill_budget: int = option(0, "Prompt tokens computed in one step; 0: set by time.", 65_536)
+    prefill_budget: int = option(
+        0, "Prompt tokens computed in one step; 0: set by time.", 65_536, kind="tokens"
+    )
     decode_gap_ms: int = option(
         250,
         "Target limit in ms on how long a prefill may delay running requests.",
         60_000,
         low=1,
+        kind="ms",
     )
     strict_model_names: str = option(
         "off",
@@ -142,30 +161,40 @@ class Config:
         "",
         "Head or small model that drafts for the (first) model, a directory or Hugging Face id;"
         " empty: the model's own head, if it has one; off: neither.",
+        kind="model",
     )
     draft_depth: int = option(
         0,
         "Tokens that the head or small model drafts in every step, and nothing else drafts; 0: as"
         " many as pay.",
         8,
+        kind="tokens",
     )
     thinking_budget: int = option(
         UNLIMITED,
         "Most tokens of reasoning in an answer; then its end is forced. A request may ask for"
         " fewer.",
         UNLIMITED,
+        kind="tokens",
     )
-    max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)
+    max_body_mb: int = option(32, "Largest request body, in MiB.", 1024, low=1, kind="MiB")
     keepalive_s: float = option(
-        5.0, "Seconds of silence after which a stream sends a keep-alive.", 15, low=0.1
+        5.0,
+        "Seconds of silence after which a stream sends a keep-alive.",
+        15,
+        low=0.1,
+        kind="seconds",
     )
-    drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", 3600)
+    drain_s: float = option(
+        30.0, "Seconds for running requests to finish at shutdown.", 3600, kind="seconds"
+    )
     cache_dir: str = option(
         "",
         "Directory for models, measurements and the prefix cache; empty: the platform's.",
+        kind="dir",
     )
     cache_gb: float = option(
-        10.0, "Disk space for the prefix cache in GiB; 0: it is in memory only.", 2**20
+        10.0, "Disk space for the prefix cache in GiB; 0: it is in memory only.", 2**20, kind="GiB"
     )
     record: str = option(
         "off",
@@ -173,7 +202,9 @@ class Config:
         " learn from.",
         choices=ON_OFF,
     )
-    log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
+    log_level: str = option(
+        "info", "Log level.", choices=("debug", "info", "warning", "error"), kind="level"
+    )
 
     @property
     def disk_bytes(self) -> int:
@@ -233,6 +264,20 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
             parts = [BUILT_IN, *parts]
         words += parts
     return shlex.join(words)
+
+
+def kind_of(row: Field[Any]) -> str:
+    """What a value of the setting is, in a word: its choices, its unit or its type."""
+    meta = row.metadata
+    return meta["kind"] or "|".join(map(str, meta["choices"])) or type(row.default).__name__
+
+
+def default_of(row: Field[Any]) -> str:
+    """The default as a user would write it; empty where nothing is set."""
+    value = row.default
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def limits(row: Field[Any]) -> str:

@@ -2,12 +2,17 @@
 
 import os
 import plistlib
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlxspec import __version__, cli
@@ -46,6 +51,99 @@ def test_help_has_every_flag() -> None:
         assert flag(name) in done.stdout
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_help_says_kind_default_and_range_of_every_setting(name: str) -> None:
+    """On a terminal that is so wide that a setting is a line."""
+    row = TABLE[name]
+    (line,) = re.findall(rf"^│ +{flag(name)} +(.*?) +│$", help_of("serve", columns=1000), re.M)
+    kind = line.split()[0]
+    assert re.fullmatch(r"<.+>", kind) and kind not in ("<str>", "<float>", "<list[str]>")
+    if row.metadata["choices"]:
+        assert all(str(choice) in line for choice in row.metadata["choices"])
+    elif isinstance(row.default, int | float):
+        assert f" Values: {row.metadata['low']} to {row.metadata['high']}." in line
+    if row.default not in ("", ()):
+        said = re.search(r" Default: (.+)\.$", line)
+        assert said and type(row.default)(said[1]) == row.default
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("port", "<int>"),
+        ("idle_ttl", "<seconds>"),
+        ("memory_gb", "<GiB>"),
+        ("max_body_mb", "<MiB>"),
+        ("decode_gap_ms", "<ms>"),
+        ("context", "<tokens>"),
+        ("wired", "<on|off>"),
+        ("kv_bits", "<0|4|8>"),
+        ("pin", "<name,...>"),
+        ("cache_dir", "<dir>"),
+    ],
+)
+def test_help_says_units_and_choices(name: str, kind: str) -> None:
+    assert re.search(rf"{flag(name)} +{re.escape(kind)} ", help_of("serve"))
+
+
+@cache
+def help_of(*words: str, columns: int = 120, flag: str = "-h") -> str:
+    """What a command says of itself on a terminal of so many columns."""
+    shown = CliRunner().invoke(cli.app, [*words, flag], env={"COLUMNS": str(columns)})
+    assert shown.exit_code == 0 and max(map(len, shown.stdout.splitlines())) <= columns
+    return shown.stdout
+
+
+def paths(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, each in getattr(command, "commands", {}).items():
+        yield from paths(each, *words, name)
+
+
+@pytest.mark.parametrize("words", list(paths(get_command(cli.app))), ids=" ".join)
+@pytest.mark.parametrize(("flag", "columns"), [("-h", 80), ("--help", 120)])
+def test_every_command_says_what_its_values_are(
+    words: tuple[str, ...], flag: str, columns: int
+) -> None:
+    shown = help_of(*words, columns=columns, flag=flag)
+    assert "…" not in shown, "cut off"
+    command: Any = get_command(cli.app)
+    for word in words:
+        command = command.commands[word]
+    for param in command.params:
+        if "completion" not in param.name:  # typer's own
+            written = max(param.opts, key=len) if hasattr(param, "is_flag") else param.metavar
+            (line,) = re.findall(rf"^│[ *]+{written} .*│$", shown, re.M)
+            kind = re.findall(r" (<\S+>) ", line)
+            assert kind == [] if getattr(param, "is_flag", False) else kind not in ([], ["<str>"])
+
+
+def test_an_agent_gets_its_own_h() -> None:
+    given = get_command(cli.app).commands["launch"].make_context("launch", ["claude", "-h"])
+    assert (given.params["agent"], given.params["args"]) == ("claude", ["-h"])
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        ("serve --wired ", {"on", "off"}),
+        ("serve --kv-bits ", {"0", "4", "8"}),
+        ("service install --log-level d", {"debug"}),
+        ("serve some/model --layout re", {"rect"}),
+        ("bench --workload c", {"code", "chat"}),
+        ("launch c", {"claude", "codex", "copilot"}),
+    ],
+)
+def test_the_shell_completes_what_is_known(
+    line: str, known: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_MLXSPEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"mlxspec {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
+    assert command(monkeypatch) == 0
+    assert set(capsys.readouterr().out.split()) == known
+
+
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
@@ -53,6 +151,16 @@ def test_help_has_every_flag() -> None:
             ("serve", "--port", "x"),
             {},
             "error: --port: port = 'x' is not allowed; give 0 to 65535\n",
+        ),
+        (
+            ("serve", "--wired", "yes"),
+            {},
+            "error: --wired: wired = 'yes' is not allowed; give one of on, off\n",
+        ),
+        (
+            ("serve", "--kv-bits", "5"),
+            {},
+            "error: --kv-bits: kv_bits = '5' is not allowed; give one of 0, 4, 8\n",
         ),
         (
             ("serve",),

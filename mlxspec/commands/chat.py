@@ -25,9 +25,12 @@ HELP = "/exit or Ctrl-D ends the chat, /reset starts a new conversation"
 def chat(
     url: Url = None,
     api_key: Key = None,
-    system: Annotated[str, typer.Option(help="A system message for the conversation.")] = "",
+    system: Annotated[
+        str, typer.Option(metavar="<text>", help="A system message for the conversation.")
+    ] = "",
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy; default: the model's own.")
+        float | None,
+        typer.Option(min=0, metavar="<float>", help="0 is greedy; default: the model's own."),
     ] = None,
 ) -> None:
     """Chat with the running server: /reset starts again, /exit ends, Ctrl-C stops an answer."""

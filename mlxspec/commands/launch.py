@@ -18,7 +18,7 @@ from urllib.parse import quote
 import typer
 
 from mlxspec.client import ClientError, request
-from mlxspec.commands.options import Key, Url, server_of
+from mlxspec.commands.options import Key, KnownName, Url, server_of
 
 COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
 MAX_OUTPUT = 32_000  # tokens
@@ -54,15 +54,26 @@ def settings_of(
 
 
 def launch(
-    agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
+    agent: Annotated[
+        KnownName,
+        typer.Argument(
+            parser=KnownName,
+            metavar="AGENT",
+            help=f"One of {', '.join(AGENTS)}.",
+            autocompletion=lambda: list(AGENTS),
+        ),
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the agent.")
     ] = None,
     show: Annotated[
-        bool, typer.Option("--print", help="Print the command instead of running it.")
+        bool, typer.Option("--print", metavar="", help="Print the command instead of running it.")
     ] = False,
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="A served model; default is the first.")
+        str,
+        typer.Option(
+            metavar="<name>", help="A served model; default: the first.", show_default=False
+        ),
     ] = "default",
     url: Url = None,
     api_key: Key = None,

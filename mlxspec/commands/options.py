@@ -8,12 +8,25 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from mlxspec.config import ARGUMENTS, TABLE, flag, limits, load, url_of
+from mlxspec.config import ARGUMENTS, TABLE, default_of, flag, kind_of, limits, load, url_of
 from mlxspec.service.launchd import installed_url
 
+
+class ModelName(str):
+    """A directory or a Hugging Face id."""
+
+
+class KnownName(str):
+    """One of the names that a command or the server has."""
+
+
+# Help shows the name of an argument's type where it shows the metavar of an option.
+ModelName.__name__, KnownName.__name__ = "model", "name"
+
 Model = Annotated[
-    str | None,
+    ModelName | None,
     typer.Argument(
+        parser=ModelName,
         metavar="MODEL",
         help="A directory or a Hugging Face id, as for serve.",
         show_default=False,
@@ -22,18 +35,26 @@ Model = Annotated[
 Url = Annotated[
     str | None,
     typer.Option(
+        metavar="<url>",
         help="Where the server is, such as http://127.0.0.1:8080; default: the installed service,"
-        " else host and port of your settings."
+        " else host and port of your settings.",
     ),
 ]
 Key = Annotated[
     str | None,
-    typer.Option(help="The server's API key; default: the one in your settings, for their server."),
+    typer.Option(
+        metavar="<key>",
+        help="The server's API key; default: the one in your settings, for their server.",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON.")]
 Served = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A served model, by the name that mlxspec status shows."),
+    KnownName,
+    typer.Argument(
+        parser=KnownName,
+        metavar="MODEL",
+        help="A served model, by the name that mlxspec status shows.",
+    ),
 ]
 
 
@@ -79,19 +100,25 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _parameter(name: str) -> inspect.Parameter:
-    row = TABLE[name]
-    text, values = row.metadata["help"], limits(row)
-    if values:
+def _parameter(setting: str) -> inspect.Parameter:
+    row = TABLE[setting]
+    text, kind, values = row.metadata["help"], kind_of(row), limits(row)
+    choices = list(map(str, row.metadata["choices"]))
+    if values and "|" not in kind:
         text += f" Values: {values}."
-    if row.default:
-        text += f" Default: {row.default}."
-    info: Any = typer.Option(flag(name), help=text)
-    if name in ARGUMENTS:
-        info = typer.Argument(help=text, metavar=flag(name))
-    value: Any = list[str] if name == "others" else str
+    if default := default_of(row):
+        text += f" Default: {default}."
+    value: Any = str
+    info: Any = typer.Option(
+        flag(setting), metavar=f"<{kind}>", help=text, autocompletion=lambda: choices
+    )
+    if setting in ARGUMENTS:
+        value = type(kind, (str,), {})  # as ModelName
+        info = typer.Argument(parser=value, metavar=flag(setting), help=text)
+    if setting == "others":
+        value = list[value]
     return inspect.Parameter(
-        name,
+        setting,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[value | None, info],

@@ -71,7 +71,9 @@ def service_status() -> None:
 
 @service.command("logs")
 def service_logs(
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for new lines.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", metavar="", help="Wait for new lines.")
+    ] = False,
 ) -> None:
     """Show the last 100 lines of the service's log."""
     command = ["tail", "-n", "100", str(launchd.log_file())]

@@ -179,7 +179,7 @@ async def read_body(http: HttpRequest) -> bytes:
     """The request's body. Raises ClientDisconnect, ApiError 413 where it is larger than
     `max_body_mb` or announced so, and 408 when it takes longer than BODY_S."""
     most, body = http.app.state.server.config.max_body_mb, bytearray()
-    why = f"larger than {most} MB: send a smaller body, or raise max_body_mb"
+    why = f"larger than {most} MiB: send a smaller body, or raise max_body_mb"
     if int(http.headers.get("content-length", 0)) > most << 20:
         raise ApiError(413, why)
     try:

@@ -160,7 +160,7 @@ async def test_a_body_that_is_too_large(tokenizer: Any, model_dir: Any) -> None:
         {"body": b"{}", "headers": {"content-length": str(1 << 40)}},
     ):
         answer = await s.post(CHAT, **kw)
-        assert answer.status == 413 and "larger than 1 MB" in answer.error["message"]
+        assert answer.status == 413 and "larger than 1 MiB" in answer.error["message"]
 
 
 async def test_a_body_in_pieces(tokenizer: Any, model_dir: Any) -> None:

@@ -8,7 +8,7 @@ NEW := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c '$(NEW)' >/dev/null 2>&1 && echo "$$p" && break; done)
 PIP := $(shell command -v uv >/dev/null 2>&1 && echo uv pip install --python $(BIN)/python \
-	|| echo $(BIN)/python -m pip install --disable-pip-version-check --quiet)
+	|| echo $(BIN)/python -m pip install --disable-pip-version-check)
 
 setup: .venv/installed
 

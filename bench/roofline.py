@@ -28,7 +28,6 @@ from rich.table import Table  # noqa: E402
 
 from bench.chips import CHIPS, CURVES, PUBLISHED, STOCK, Curve  # noqa: E402
 from bench.heads import REACHED, Head, Pairing, pairings  # noqa: E402
-from bench.synthetic import expected  # noqa: E402
 from mlxspec.model.layout import geometry  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -275,6 +274,12 @@ def head_speed(model: Model, p: Pairing, width: float, context: int, curve: Curv
             read += p.head.block * curve.at(depth + 1) + depth * p.head.token
         found.append(expected(chance, depth) * width / read)
     return max(found)
+
+
+def expected(p: float, depth: int) -> float:
+    """Tokens of a round that drafts `depth` tokens, each accepted with chance `p` if those before
+    it were."""
+    return sum(p**i for i in range(depth + 1))
 
 
 def fitted(tokens: float, depth: int) -> float:

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from bench import replay
 from mlxspec.cache import disk
 from mlxspec.client import ClientError
 from mlxspec.commands import chat, models
@@ -743,7 +742,6 @@ READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], 
     "known": (WarmupCache.load, (), holes(KNOWN)),
     "fit": (WarmupCache.load, (), holes(FIT, json.dumps({**KNOWN, "layout": "@"}).replace('"@"', "%s"))),
     "costs": (WarmupCache.load, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
-    "recording": (replay.read, (ConfigError,), ['{"prompt": %s, "output": [1]}', '{"prompt": [%s]}']),
     "crashes": (crashes_of, (), ["[%s]", "[1, %s]"]),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
     "run": (label_of, (), ['{"__metadata__":%s}', '{"__metadata__":{"keys":%s}}']),

@@ -6,8 +6,7 @@ import pytest
 
 from bench.chips import CURVES
 from bench.heads import REACHED, Head, Pairing, eagle3, mtp, pairings, peagle, small
-from bench.roofline import CONFIGS, Model, fitted, head_speed
-from bench.synthetic import expected
+from bench.roofline import CONFIGS, Model, expected, fitted, head_speed
 
 IDEAL, LINEAR = CURVES["ideal"], CURVES["linear"]
 STEP = Model(dense=10 * 10**9, token=0)

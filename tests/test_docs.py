@@ -171,7 +171,7 @@ def test_what_the_page_on_slowness_quotes_is_what_the_program_says() -> None:
 def test_the_named_heads_are_those_of_the_cards() -> None:
     cards = [tomllib.loads(path.read_text("utf-8")) for path in ROOT.glob("models/heads/*.toml")]
     known = {head["id"] for card in cards for head in card["heads"]}
-    table = re.findall(r"^\| .*(?:Qwen|gpt-oss|Gemma|GLM).* \|$", read("docs/models.md"), re.M)
+    table = re.findall(r"^\| .*(?:Qwen|gpt-oss|Gemma|GLM).* \|$", read("docs/heads.md"), re.M)
     rows = [
         row for row in table if "raw checkpoints" in row or re.search("dflash|dspark", row, re.I)
     ]

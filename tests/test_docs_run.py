@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAST = ("README.md", "docs/start.md")  # what a newcomer types
 SLOW = tuple(
     f"docs/{name}.md"
-    for name in "clients configuration models operating ranks service slow speculation".split()
+    for name in "clients configuration heads models operating ranks service slow speculation".split()
 )
 ELSEWHERE = {  # the first words of a command -> why it is not run
     "make serve": "runs what `mlxspec serve` runs, which is",

@@ -190,7 +190,7 @@ def _found(path: Path, name: str, draft: bool) -> Resolved:
     if missing:
         other = "make one of another format with `mlx_lm.convert`"
         if draft:
-            other += ", of a head's .pt file as docs/models.md says"
+            other += ", of a head's .pt file as docs/heads.md says"
         names = ", ".join(name[:99] for name in missing[:5])
         raise UnsupportedModel(
             f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}); complete its"

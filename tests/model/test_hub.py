@@ -185,7 +185,7 @@ def test_a_model_that_is_half_there_is_refused_with_what_is_missing(
 def test_a_head_as_a_pt_file_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"\.pt file as docs/models.md says"):
+    with pytest.raises(UserError, match=r"\.pt file as docs/heads.md says"):
         resolve(str(tmp_path), tmp_path, False, draft=True)
     with pytest.raises(UserError) as caught:
         resolve(str(tmp_path), tmp_path, False)

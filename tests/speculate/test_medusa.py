@@ -87,7 +87,7 @@ def test_a_pt_file_is_converted_as_the_docs_say(tmp_path: Path) -> None:
     torch.save(
         {n: torch.tensor(np.array(x)) for n, x in tensors.items()}, tmp_path / "medusa_lm_head.pt"
     )
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "heads.md").read_text("utf-8")
     [line] = [line for line in page.splitlines() if "medusa_lm_head.pt'" in line]
     code = line.split('"')[1]
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

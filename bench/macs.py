@@ -93,7 +93,7 @@ def smallest(model: Model, head: float = 0.0) -> int:
 
 def by_memory(models: dict[Choice, Model]) -> Table:
     """A line for each model, smallest Mac first."""
-    made = empty(("Mac*", "model", "weights", "head", "what drafts for it"), 2)
+    made = empty(("Mac*", "model", "weights", "head", "what speeds it up"), 2)
     rows = []
     for choice, model in models.items():
         head = max((p.head.weights for p in drafters(choice)), default=0.0)
@@ -117,10 +117,10 @@ def drafters(choice: Choice) -> list[Pairing]:
 
 
 def drafting(choice: Choice) -> str:
-    """What drafts for a model, beside copies."""
+    """What drafts for a model, beside prompt lookup."""
     if choice.head:
         return f"`--draft {choice.head}`"
-    return "its MTP head, fetched with it" if head_of(choice.id) else "copies alone"
+    return "its MTP head, fetched with it" if head_of(choice.id) else "prompt lookup only"
 
 
 def by_chip(models: dict[Choice, Model], chips: Sequence[str], context: int) -> Table:

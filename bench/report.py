@@ -14,13 +14,15 @@ from bench.servers import DEPTH, HEADS, OWN_HEAD
 from bench.setting import MOST_CONTEXT
 
 HIDDEN = {FAILED, "text_hash", "right", "asked", "tokens", "text_tokens", "others_cpu_per_s"}
-# What the README shows of every server: a name, the workload, its figure.
+# What the README compares: a name with its unit, the workload, its figure. The first ones are rows
+# of its table; of all it says where another server is better.
+ROWS = 3
 SHORT = (
     ("one chat, tokens/s", "chat", "tokens_per_s"),
     ("code edit, tokens/s after the first", "edit", "tokens_per_s"),
+    ("first token of a long prompt sent again, s", "first token", "hot_s"),
+    ("first token of a new long prompt, s", "first token", "cold_s"),
     ("8 streams, tokens/s of all", "streams 8", "tokens_per_s"),
-    ("first token of a long prompt, s", "first token", "cold_s"),
-    ("the same prompt again, s", "first token", "hot_s"),
     ("longest gap beside a long prompt, s", "prefill", "gap_longest_s"),
     ("memory after the workloads, MB", "memory", "rss_mb"),
     ("start to first token, s", "start", "first_token_s"),
@@ -46,7 +48,7 @@ LEGEND = f"""\
 MORE = {
     "head chat": f"""\
 - **{", ".join(OWN_HEAD)}**: chat and code as above, and chat at that temperature. mlxspec drafts with the head
-  of its built-in model and with copies, mlxspec-no-head with copies alone. mlx-vlm cannot draft for such a model.""",
+  of its built-in model and by prompt lookup, mlxspec-no-head by prompt lookup only. mlx-vlm cannot draft for such a model.""",
     "typing": f"""\
 - **typing**: {KEYS} keys in the middle of a file, and after each a prompt of about {BEFORE + BEHIND:,} tokens to fill in the
   middle: the first token after the first key and after a later one, how much of a later prompt was cached,
@@ -58,9 +60,10 @@ MORE = {
   drafts, the seconds about what surrounds them.""",
 }
 NAMES = {  # what is not the server's default, by the names in the tables
-    "mlxspec-no-head": "drafts with copies alone",
+    "mlxspec-no-head": "drafts by prompt lookup only",
     "rapid-mlx-suffix": "is rapid-mlx with its suffix decoding",
 }
+OTHER_SETTING_OF = {"mlxspec-no-head": "mlxspec", "rapid-mlx-suffix": "rapid-mlx"}
 GOALS_HEAD = ("goal", "bound", "compared with", "found", "")
 MEDIANS = (
     "Medians of the rounds, in brackets the least and the most where they differ; memory, idle, session,"
@@ -96,28 +99,25 @@ def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
 
 
 def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
-    """What a table in `file` says between the marks of the pages in `root`, with the pictures
-    beside it."""
+    """What a table in `file` says between the marks of the pages in `root`: a short comparison in
+    the README, the goals in docs/performance.md. All figures are in the report beside `file`."""
     facts, failures = rows.about(), len(rows.failures())
     what = f"{facts.get('model', 'A model')} on {facts.get('machine', 'a machine')}"
     what += f", {facts.get('date', 'some day')}, {facts.get('rounds', 'some')} interleaved rounds"
     at = Path("..") / file.relative_to(root)
-    pictures = [at.with_name(p.name) for p in sorted(file.parent.glob(f"{file.stem}-*.png"))]
     servers = rows.servers()
+    columns = [s for s in servers if OTHER_SETTING_OF.get(s) not in servers]
     readme = [
-        _table(("", *servers), [*_short(rows, servers), *_answers(rows, servers)]),
-        f"{what}; medians. Bold: some answers were wrong or missing.{_named(servers)} {_missed(rows)}",
-        "`make bench` makes this table on your machine, in some hours ([more](docs/performance.md#measuring-it-yourself)).",
+        _table(("", *columns), [*_short(rows, columns), *_right(rows, columns)]),
+        f"{what}; medians, of other servers with the best setting that was measured."
+        f" Bold: some answers were wrong or missing. {_worse(rows, columns)}{_missed(rows)}",
     ]
     page = [
         f"Made by `make bench`: {what}. {MEDIANS}",
-        "\n".join(f"- {name}: {note}" for name, note in facts.items()),
-        f"[All values]({at}); [the report]({at.with_suffix('.md')}) has the right and wrong answers, and"
-        f" what did not work: {failures or 'nothing'}.",
+        f"[The report]({at.with_suffix('.md')}) has every figure and what it means, plots, machine and"
+        f" versions, right and wrong answers, and what did not work: {failures or 'nothing'}."
+        f" [All values]({at}).",
         _table(GOALS_HEAD, goal_lines(rows)),
-        legend(rows),
-        _figures(rows),
-        *(f"![{p.stem}]({p})" for p in pictures),
     ]
     parts = {"README.md": readme, "docs/performance.md": page}
     return {root / name: "\n\n".join(some) + "\n" for name, some in parts.items()}
@@ -153,13 +153,27 @@ def _named(servers: Iterable[str]) -> str:
 
 
 def _missed(rows: Rows) -> str:
-    """Which goals were missed."""
+    """How many goals were missed."""
     every = verdicts(rows)
     known = [v for v in every if v.met is not None]
-    missed = [v.goal.text for v in known if not v.met]
+    missed = sum(not v.met for v in known)
     text = f"Of {len(every)} [goals](docs/performance.md#measured) {len(known)} were measured,"
-    text += f" {len(missed) or 'none'} of them missed"
-    return f"{text}: {'; '.join(missed)}." if missed else f"{text}."
+    return f"{text} {missed or 'none'} of them missed."
+
+
+def _worse(rows: Rows, servers: Sequence[str]) -> str:
+    """A sentence about the figures of SHORT in which another server is better; "" of none."""
+    found = []
+    for text, workload, metric in SHORT:
+        what, _, unit = text.rpartition(", ")
+        values = {s: _best(rows, s, workload, metric) for s in servers}
+        others = {s: v for s, v in values.items() if v is not None and s != OURS}
+        if (ours := values.get(OURS)) is None or not others:
+            continue
+        peer, best = (max if _rate(metric) else min)(others.items(), key=lambda item: item[1])
+        if best > ours if _rate(metric) else best < ours:
+            found.append(f"{what} ({shown(ours)} {unit}; {peer} {shown(best)})")
+    return f"**mlxspec is worse in**: {', '.join(found)}. " if found else ""
 
 
 def goal_lines(rows: Rows) -> list[tuple[str, str, str, str, str]]:
@@ -184,18 +198,40 @@ def goals(rows: Rows) -> Table:
     return table
 
 
+def _rate(metric: str) -> bool:
+    """Whether more is better."""
+    return metric.endswith("tokens_per_s")
+
+
+def _settings(rows: Rows, server: str) -> list[str]:
+    """A server and, of others than ours, its other settings that were measured."""
+    others = [s for s in rows.servers() if OTHER_SETTING_OF.get(s) == server != OURS]
+    return [server, *others]
+
+
+def _best(rows: Rows, server: str, workload: str, metric: str) -> float | None:
+    """The best median of a server's settings."""
+    found = [spread(rows.values(s, workload, metric).values()) for s in _settings(rows, server)]
+    medians = [s.median for s in found if s]
+    return (max if _rate(metric) else min)(medians, default=None)
+
+
 def _short(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
-    for text, workload, metric in SHORT:
-        found = [spread(rows.values(s, workload, metric).values()) for s in servers]
-        if any(found):
-            yield text, *(shown(s.median) if s else "-" for s in found)
+    for text, workload, metric in SHORT[:ROWS]:
+        found = [_best(rows, s, workload, metric) for s in servers]
+        if any(v is not None for v in found):
+            yield text, *("-" if v is None else shown(v) for v in found)
 
 
-def _answers(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
-    for text, variant in RIGHT.items():
-        answered = [rows.answered(s, variant) for s in servers]
-        if any(asked for _, asked in answered):
-            yield text, *map(_of, answered)
+def _right(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
+    """Right answers of all probes, with drafts and without."""
+    answered = []
+    for server in servers:
+        each = [rows.answered(s, v) for s in _settings(rows, server) for v in RIGHT.values()]
+        right, asked = (sum(column) for column in zip(*each, strict=True))
+        answered.append((right, asked))
+    if any(asked for _, asked in answered):
+        yield "right answers", *map(_of, answered)
 
 
 def _figures(rows: Rows) -> str:

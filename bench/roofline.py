@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--rows",
         type=curve,
         default="ideal",
-        help="one of docs/performance.md, or points as 1:1,4:1.3",
+        help="one of docs/roofline.md, or points as 1:1,4:1.3",
     )
     parser.add_argument("--context", type=int, default=4096, help="tokens before the step")
     parser.add_argument(

@@ -186,7 +186,11 @@ def test_nothing_is_left_out_that_no_page_has() -> None:
 
 TOOL = re.compile(r"python -m ((?:bench|tests)\.[\w.]+)([^`\n#|;)]*)")
 TOOLS = sorted(
-    {found for page in ROOT.glob("docs/*.md") for found in TOOL.findall(page.read_text("utf-8"))}
+    {
+        found
+        for page in (*ROOT.glob("docs/*.md"), ROOT / "bench/README.md")
+        for found in TOOL.findall(page.read_text("utf-8"))
+    }
 )
 
 

@@ -12,7 +12,7 @@ from bench import macs
 from bench.chips import CURVES
 from bench.roofline import NOTE, Model, main, sized, speed
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/performance.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/roofline.md"
 IDEAL, LINEAR = CURVES["ideal"], CURVES["linear"]
 TINY: dict[str, Any] = {
     "model_type": "llama",

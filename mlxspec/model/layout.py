@@ -26,7 +26,7 @@ from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
 from mlxspec.model.parallel import connection_lost, split
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
-from mlxspec.progress import progress
+from mlxspec.progress import Report, progress
 from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
 
 # Fastest first; the flag: one sequence at a time.
@@ -246,10 +246,17 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
     """The fastest layout, or `wanted`, that reproduces mlx-lm's logits with K/V as computed;
     `cache_bytes` are those with `kv_bits`. Raises UnsupportedModel, naming why each layout was
     refused, or that K/V cannot be quantized."""
+    with progress("Checking how it can be batched") as report:
+        return _find_layout(model, wanted, kv_bits, report)
+
+
+def _find_layout(model: Module, wanted: str, kv_bits: int, report: Report) -> LayoutChoice:
+    report(0, 2 * len(LAYOUTS))
     reference, caches = reference_logits(model)
     refused: dict[str, None] = {}
     sure = True
     for (layout, lone), rollback in product(LAYOUTS, (True, False)):
+        report(1 + len(refused), 2 * len(LAYOUTS))
         if wanted not in ("auto", layout):
             continue
         try:

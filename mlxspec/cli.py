@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mlxspec import __version__
-from mlxspec.client import printable, request
+from mlxspec.client import request
 from mlxspec.commands.chat import chat
 from mlxspec.commands.doctor import doctor
 from mlxspec.commands.launch import launch
@@ -30,7 +30,7 @@ from mlxspec.commands.service import menubar, service, status
 from mlxspec.config import load
 from mlxspec.service import crashes
 from mlxspec.service.launchd import activated_socket, log_file
-from mlxspec.types import UserError
+from mlxspec.types import UserError, printable
 
 LOAD_S = 3600  # most seconds to load or unload a model
 
@@ -50,7 +50,7 @@ def main() -> None:
     try:
         app(prog_name="mlxspec")
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

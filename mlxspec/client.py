@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlxspec.types import UserError
+from mlxspec.types import UserError, printable
 
 TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
 MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
@@ -60,8 +60,3 @@ def request(
         raise ClientError(
             f"the program at {url} is not mlxspec ({error!r}); give another --url, or stop it"
         ) from error
-
-
-def printable(text: str) -> str:
-    """Text from elsewhere, without the characters that control a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -34,6 +34,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def printable(text: str) -> str:
+    """Text from elsewhere, without the characters that control a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request draws its tokens; by default from the plain distribution.

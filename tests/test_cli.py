@@ -200,6 +200,45 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(caught.value.code or 0)
 
 
+def test_text_from_elsewhere_is_printable_in_the_log() -> None:
+    """In a process of its own, whose log that changes: our messages and another library's, errors
+    and tracebacks."""
+    code = r"""
+import logging, sys
+from mlxspec import log
+from mlxspec.commands.options import log_to_stderr
+log_to_stderr("info")
+other = logging.getLogger("other")
+other.addHandler(logging.StreamHandler())
+evil = "\x1b]0;evil\x07\x1b[2J\n00:00:00 INFO    forged\u202e\x9b"
+log.info("one %s", evil)
+other.warning("two %s", evil)
+try:
+    raise ValueError(evil)
+except ValueError:
+    log.exception(evil)
+logging.getLogger("uvicorn.error").error("three\n")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
+    lines = done.stderr.decode().split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert not [line for line in lines if line.startswith("00:00:00")]
+    text = "\n".join(lines)
+    assert "one ?]0;evil??[2J 00:00:00 INFO    forged" in text and "ValueError" in text
+    assert text.count("two ") == 2 and text.rstrip().endswith("three")
+
+
+def test_an_error_is_printable(tmp_path: Path) -> None:
+    name = tmp_path / "\x1b[2J"
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxspec", "serve", str(name), "--port", "0"],
+        capture_output=True,
+        timeout=60,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 2 and b"\x1b" not in done.stderr and b"error: " in done.stderr
+
+
 def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Config] = []
     monkeypatch.setattr(

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import typer
 
-from mlxspec.client import MAX_LINE, ClientError, printable, request
+from mlxspec.client import MAX_LINE, ClientError, request
 from mlxspec.commands.options import Key, Url, server_of
-from mlxspec.types import Json
+from mlxspec.types import Json, printable
 
 HELP = "/exit or Ctrl-D ends the chat, /reset starts a new conversation"
 

@@ -13,14 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mlxspec import __version__, blas
-from mlxspec.client import printable
 from mlxspec.commands.models import damage, room
 from mlxspec.commands.options import AsJson, Model, log_to_stderr
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.service.launchd import installed_url
 from mlxspec.service.status import get_status
-from mlxspec.types import UserError
+from mlxspec.types import UserError, printable
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import typer
 
 from mlxspec.config import ARGUMENTS, TABLE, default_of, flag, kind_of, limits, load, url_of
 from mlxspec.service.launchd import installed_url
+from mlxspec.types import printable
 
 
 class ModelName(str):
@@ -81,14 +82,28 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class Line(logging.LogRecord):
+    """A record in one line, also where another library's handler writes it: text from elsewhere
+    controls no terminal and begins no line of the log."""
+
+    def getMessage(self) -> str:
+        return printable(" ".join(super().getMessage().split("\n")).rstrip())
+
+
+class LineFormatter(logging.Formatter):
+    """The same for tracebacks, which take several lines."""
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {printable(line)}" for line in lines)
+
+
 def log_to_stderr(level: str) -> None:
     """Our own log at `level`; warnings and errors of other libraries."""
-    logging.basicConfig(
-        handlers=[StderrHandler()],
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    logging.setLogRecordFactory(Line)
+    handler = StderrHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mlxspec").setLevel(level.upper())
 
 

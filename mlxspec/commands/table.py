@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from mlxspec.client import printable
+from mlxspec.types import printable
 
 WIDTH = 240  # characters, where stdout is no terminal
 

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from mlxspec import log
 from mlxspec.text.messages import RejectedRequest
-from mlxspec.types import Busy, Dead, UserError
+from mlxspec.types import Busy, Dead, UserError, printable
 from mlxspec.types import Json as Json
 
 HttpRequest = Request  # for the server: the engine has another
@@ -73,7 +73,7 @@ class ApiError(Exception):
 def error_response(scope: Scope, error: ApiError) -> Response:
     """The error in the format of the API that `scope` called; also logs and counts it."""
     line = f"{scope['method']} {scope['path'][:200]}: {error.message}"
-    log.info("%s (%d)", "".join(c if c.isprintable() else "?" for c in line), error.status)
+    log.info("%s (%d)", printable(line), error.status)
     scope["app"].state.server.metrics.refused[str(error.status)] += 1
     body = error.body()
     path = scope["path"].removeprefix("/v1")

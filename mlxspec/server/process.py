@@ -144,8 +144,10 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
 
 def announce(text: str) -> None:
     """Print; a full disk or a closed pipe is no reason to stop serving."""
+    from mlxspec.types import printable
+
     try:
-        print(text, flush=True)
+        print("\n".join(map(printable, text.split("\n"))), flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered would fail again at exit
 

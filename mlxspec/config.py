@@ -6,11 +6,13 @@ here, and an error names the source, the setting, the value and what is allowed.
 """
 
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,19 @@ BUILT_IN = "smollm2-135m-instruct"  # the model of settings that name none
 
 class ConfigError(UserError):
     """A setting that cannot be used. The message names its source, name and value, and the fix."""
+
+
+def check_host(host: str, source: str) -> str:
+    """`host`, if it is an address or a host name; for a socket, "" would be any address. Raises
+    ConfigError."""
+    if re.fullmatch(r"[\w.-]+", host):
+        return host
+    try:
+        ip_address(host)
+    except ValueError as error:
+        fix = "give an address, such as 127.0.0.1, or a host name"
+        raise ConfigError(f"{source}: host = {host!r} is not allowed; {fix}") from error
+    return host
 
 
 def option(
@@ -323,6 +338,8 @@ def _checked(name: str, value: Any, source: str) -> Any:
     if kind is tuple:
         parts = value if isinstance(value, list) else str(value).split(",")
         return tuple(filter(None, [str(part).strip() for part in parts]))
+    if name == "host":  # empty where a shell's variable is not set
+        return check_host(str(value) or DEFAULTS.host, source)
     if not limits(row):
         return str(value)
     with suppress(ValueError):

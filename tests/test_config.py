@@ -27,6 +27,49 @@ def test_defaults_need_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert load({}, {}) == Config()
 
 
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "::", "fe80::1%en0", "mac.local", "my_mac", "bücher.de"]
+)
+def test_a_host_is_an_address_or_a_name(host: str, tmp_path: Path) -> None:
+    none = file(tmp_path, "")
+    assert (
+        load({"host": host}, {}, none).host == load({}, {"MLXSPEC_HOST": host}, none).host == host
+    )
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            " ",
+            "\t",
+            "*",
+            "<broadcast>",
+            "http://0.0.0.0",
+            "0.0.0.0:80",
+            "[::1]",
+            "a b",
+            "a@b",
+            "a/",
+        ),
+        *("127.0.0.1 ", "localhost\n", "a\0", "a,b", "\\", "::1%", ":::g"),
+    ],
+)
+def test_a_malformed_host_is_refused(host: str, tmp_path: Path) -> None:
+    """For a socket, some of them would be any address."""
+    none = file(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"^--host: host = .* is not allowed; give an address"):
+        load({"host": host}, {}, none)
+    with pytest.raises(ConfigError, match=r"^MLXSPEC_HOST: host = "):
+        load({}, {"MLXSPEC_HOST": host}, none)
+
+
+def test_an_empty_host_is_the_default(tmp_path: Path) -> None:
+    """As from a shell's variable that is not set."""
+    path = file(tmp_path, 'host = ""\n')
+    assert load({}, {}, path).host == load({"host": ""}, {}, path).host == "127.0.0.1"
+
+
 def test_default_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".config/mlxspec").mkdir(parents=True)

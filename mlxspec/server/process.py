@@ -19,7 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mlxspec import blas, log
-from mlxspec.config import Config, ConfigError, as_flags, url_of
+from mlxspec.config import Config, ConfigError, as_flags, check_host, url_of
 
 GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step
@@ -155,14 +155,16 @@ def announce(text: str) -> None:
 def bind(config: Config) -> socket.socket:
     """The server's socket, not listening yet: while a model loads, connections are refused instead
     of hanging. Raises ConfigError."""
+    from mlxspec.server.address import why_not
+
+    check_host(config.host, "--host")
     bound = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((config.host, config.port))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         bound.close()
-        why = f"host = {config.host!r}, port = {config.port}: {error.strerror}"
-        raise ConfigError(f"{why}; give another --port (0: any)") from error
+        raise ConfigError(why_not(config, error)) from error
     return bound
 
 
@@ -180,6 +182,8 @@ def serve(app: Starlette, listener: socket.socket) -> int:
 
 async def _serve(app: Starlette, listener: socket.socket) -> int:
     worker, config = app.state.server.worker, app.state.server.config
+    from mlxspec.server.address import tell_who_reaches
+
     server = make_server(app, config)
     draining: list[asyncio.Future[None]] = []
 
@@ -205,6 +209,7 @@ async def _serve(app: Starlette, listener: socket.socket) -> int:
     await server.startup([listener])
     listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
     announce(greeting(config, list(worker.models), listener.getsockname()[1]))
+    tell_who_reaches(listener, config)
     await server.main_loop()
     await server.shutdown([listener])
     return 0 if worker.alive() else 1
@@ -212,6 +217,8 @@ async def _serve(app: Starlette, listener: socket.socket) -> int:
 
 def make_server(app: Starlette, config: Config) -> uvicorn.Server:
     """uvicorn without its own log, and without its access log."""
+    from mlxspec.server.address import SERVER
+
     settings = uvicorn.Config(
         app,
         http="h11",
@@ -220,6 +227,7 @@ def make_server(app: Starlette, config: Config) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        headers=[("Server", SERVER)],
         proxy_headers=False,
         backlog=ACCEPTS,
         limit_concurrency=config.max_sequences + config.max_queue + SPARE,

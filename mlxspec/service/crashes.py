@@ -98,7 +98,7 @@ def refuse(listener: socket.socket, reason: str) -> None:
     body = json.dumps({"error": {"message": message, "type": "unavailable"}})
     answer = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+        f"Server: mlxspec\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     )
     end = time.monotonic() + REFUSE_S
     while (left := end - time.monotonic()) > 0:

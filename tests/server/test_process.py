@@ -14,6 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlxspec.config import Config, ConfigError
 from mlxspec.server import process
 from mlxspec.server.process import bind, greeting
 from tests import tiny
+from tests.server.live import live
 from tests.server.scripted import MESSAGES, Server, server
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -218,6 +220,72 @@ def test_a_taken_port_is_named() -> None:
             bind(Config(port=port))
     with pytest.raises(ConfigError, match=r"host = 'no\.such\.host\.invalid'"):
         bind(Config(host="no.such.host.invalid"))
+
+
+@pytest.mark.parametrize("key", ["", "sesame"])
+def test_a_port_that_mlxspec_has(make: Callable[..., Server], key: str) -> None:
+    app = server(make().engine.tokenizer, Path(), Config(api_key=key)).app
+    with live(app) as url:
+        port = int(url.rpartition(":")[2])
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            with pytest.raises(ConfigError, match="mlxspec already runs there; see mlxspec status"):
+                bind(Config(host=host, port=port))
+
+
+class Foreign(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_port_that_another_server_has() -> None:
+    with HTTPServer(("127.0.0.1", 0), Foreign) as foreign:
+        threading.Thread(target=foreign.handle_request, daemon=True).start()
+        with pytest.raises(ConfigError, match="in use; give another --port"):
+            bind(Config(port=foreign.server_port))
+
+
+@pytest.mark.parametrize("host", ["", " ", "<broadcast>", "a" * 300, "a\0"])
+def test_a_host_that_is_none(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"host = .* is not allowed|; give another --host"):
+        bind(Config(host=host, port=0))
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "level"),
+    [
+        ("127.0.0.1", "", None),
+        ("localhost", "", None),
+        ("0.0.0.0", "", "WARNING"),
+        ("0", "", "WARNING"),
+        ("0.0.0.0", "sesame", "INFO"),
+    ],
+)
+def test_who_reaches_the_server_is_told(
+    tokenizer: Any,
+    model_dir: Path,
+    host: str,
+    key: str,
+    level: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In one line, with the address for other machines; without a key as a warning."""
+    config = Config(host=host, port=0, api_key=key)
+    caller = Caller(lambda url: stop_me())
+    made = server(tokenizer, model_dir, config)
+    with pytest.MonkeyPatch.context() as patch, bind(config) as listener, caplog.at_level("INFO"):
+        port = listener.getsockname()[1]
+        patch.setattr(process, "announce", caller)
+        assert process.serve(made.app, listener) == 0
+    caller.check()
+    told = [r for r in caplog.records if "API key" in r.getMessage()]
+    assert [r.levelname for r in told] == ([level] if level else [])
+    for record in told:
+        text = record.getMessage()
+        assert f":{port}" in text and "0.0.0.0" not in text and "127.0.0.1:" not in text
+        assert "sesame" not in text and "\n" not in text
 
 
 @pytest.mark.parametrize(

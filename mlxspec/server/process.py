@@ -25,7 +25,6 @@ GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step
 KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
 BACKLOG = 2048  # connections that wait to be accepted
-SPARE = 64  # connections beyond those that may have requests: idle ones, health checks
 ACCEPTS = 4  # at once; asyncio logs an error for each when file descriptors run out
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
@@ -216,12 +215,13 @@ async def _serve(app: Starlette, listener: socket.socket) -> int:
 
 
 def make_server(app: Starlette, config: Config) -> uvicorn.Server:
-    """uvicorn without its own log, and without its access log."""
+    """uvicorn with our connections, without its own log, and without its access log."""
     from mlxspec.server.address import SERVER
+    from mlxspec.server.connections import SPARE, Connection
 
     settings = uvicorn.Config(
         app,
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -77,6 +77,43 @@ async def test_no_host() -> None:
     assert (await ask(Config(), host="")).status == 403
 
 
+MALFORMED = [
+    *("", " ", "evil@localhost", "http://localhost", "localhost/", "localhost:", "localhost:x"),
+    *("localhost:80:80", "localhost:123456", "localhost..", "[localhost]", "[::1", "::1", "[::1]x"),
+    *("[.]", "[:]", "[::::]", "[1::2::3]", "[127.0.0.1]", "...", "1.2.3", "1.2.3.4.5", "999.1.1.1"),
+    *("127.0.0.1, evil.example", "localhost evil.example", "localhost\\", "localhost?", "localhost#"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("listens", ["", "0.0.0.0", "::", "127.0.0.1"])
+@pytest.mark.parametrize("value", MALFORMED)
+async def test_a_malformed_name_is_nobodys(value: str, listens: str) -> None:
+    """Wherever the server listens, in a Host as in an Origin. Only an empty port is allowed."""
+    config = Config(host=listens)
+    if value != "localhost:":
+        assert (await ask(config, host=value)).status == 403
+    for origin in (value, f"http://{value}"):
+        good = origin in ("http://localhost", "http://localhost:")
+        assert (await ask(config, origin=origin)).status == (200 if good else 403)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "file://",
+        "chrome-extension://abc",
+        "localhost",
+        "http:localhost",
+        "http://",
+        "https:///",
+        "://",
+    ],
+)
+@pytest.mark.parametrize("listens", ["", "0.0.0.0", "localhost"])
+async def test_an_origin_without_a_name(origin: str, listens: str) -> None:
+    assert (await ask(Config(host=listens), origin=origin)).status == 403
+
+
 @pytest.mark.parametrize(
     ("origin", "ok"),
     [

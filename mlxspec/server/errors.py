@@ -5,6 +5,7 @@ Rule: a message names the field, the value and the fix. Every error is logged an
 response is made.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+DOUBLED = re.compile(r"/+(v1|api)/+\1(?![^/])")
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
@@ -76,7 +78,7 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     log.info("%s (%d)", printable(line), error.status)
     scope["app"].state.server.metrics.refused[str(error.status)] += 1
     body = error.body()
-    path = scope["path"].removeprefix("/v1")
+    path = re.sub("^(/v1)+(?=/)", "", scope["path"])
     if path.startswith("/api/"):
         status = 503 if error.status == 429 else error.status  # Ollama has no 429
         return JSONResponse({"error": error.message}, status, error.headers)
@@ -117,7 +119,11 @@ async def on_error(http: HttpRequest, error: Any) -> Response:
                 why = "the server is stopping; send the request again in 5 s"
             error = ApiError(503, why, headers={"Retry-After": "5"})
         case HTTPException():  # an unknown path or method
-            why = f"{http.method} {http.scope['path'][:200]}: {error.detail}; docs/api.md lists all"
+            path = http.scope["path"]
+            fix = "docs/api.md lists all"
+            if twice := DOUBLED.match(path):
+                fix = f"/{twice[1]} is there twice: take it off the end of the client's base URL"
+            why = f"{http.method} {path[:200]}: {error.detail}; {fix}"
             error = ApiError(error.status_code, why, headers=error.headers)
         case _:
             why = f"the server failed: {type(error).__name__}; its log says more"

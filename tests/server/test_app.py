@@ -111,10 +111,37 @@ async def test_a_refusal_names_the_unknown_fields_too(make: Callable[..., Server
     assert (answer.status, answer.headers["x-mlxspec-ignored"]) == (404, "colour")
 
 
+@pytest.mark.parametrize(
+    ("path", "twice"),
+    [
+        ("/v1/v1/messages", "/v1"),
+        ("/v1/v1/chat/completions", "/v1"),
+        ("/v1//v1/models", "/v1"),
+        ("//v1/v1/v1/responses", "/v1"),
+        ("/v1/v1", "/v1"),
+        ("/api/api/chat", "/api"),
+        ("/v1/v10", ""),
+        ("/v1/nothing/v1", ""),
+        ("/apiapi", ""),
+    ],
+)
+async def test_a_prefix_that_stands_there_twice(
+    tokenizer: Any, model_dir: Any, path: str, twice: str
+) -> None:
+    answer = await server(tokenizer, model_dir).post(path, {})
+    assert answer.status == 404
+    error = answer.json["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert (f"{twice} is there twice: take it off" in message) == bool(twice)
+    assert (answer.json.get("type") == "error") == ("messages" in path)
+    assert isinstance(error, str) == path.startswith("/api/")
+
+
 async def test_no_such_path_and_no_such_method(make: Callable[..., Server]) -> None:
     s = make()
     answer = await s.get("/v1/nothing")
     assert answer.status == 404 and "/v1/nothing: Not Found" in answer.error["message"]
+
     answer = await s.get("/v1/chat/completions")
     assert answer.status == 405 and answer.headers["allow"] == "POST"
     assert "Method Not Allowed" in answer.error["message"]

@@ -3,12 +3,18 @@
 // Rule: MLX's own noise and arithmetic, operation by operation, so that the tokens are the same. Values are ordered as
 // integers, equal ones by the lower token: neither the parts of the vocabulary nor other rows can change the maximum.
 //
+// A row in which a logit that its mask allows is NaN or +inf gets the token -1, and so does one without a mask in which
+// all are -inf.
+//
 // A row has 8 words of `params`: seed, position, the bits of the temperature (0: greedy), whether it has a mask,
 // whether `shift` is added to the position, whether its `min_logits` counts, and two unused ones.
 #include <metal_stdlib>
 using namespace metal;
 
 constant constexpr float SAMPLE_MAX_GUMBEL = 17.0f;   // above any noise, the highest being -log(-log(1 - 2^-24)) = 16.64
+// In the order of values: -inf, and what is cut or masked; a logit that is -inf where there is no mask; one that is NaN
+// or +inf.
+constant constexpr uint SAMPLE_LOWEST = 0x007fffffu, SAMPLE_NONE = SAMPLE_LOWEST - 1, SAMPLE_BROKEN = ~0u;
 constant constexpr uint SAMPLE_ROTATIONS[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
 
 // Threefry-2x32 of 20 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011).
@@ -92,7 +98,9 @@ void sample_accept_part(
       if (!masked || (mask[t >> 3] >> (t & 7) & 1)) {
         value = float(x[t]);
       }
-      if (temperature > 0) {
+      const uint exact = as_type<uint>(value);
+      const bool finite = (exact & 0x7f800000u) != 0x7f800000u;  // by its bits: fast math takes all for finite
+      if (finite && temperature > 0) {
         value = value / temperature;
         if (value < min_logit) {
           value = -INFINITY;
@@ -106,7 +114,10 @@ void sample_accept_part(
         }
         value = value + sample_gumbel(side ? bits.y : bits.x);
       }
-      const uint order = sample_order(value);
+      uint order = sample_order(value);
+      if (!finite) {
+        order = exact != 0xff800000u ? SAMPLE_BROKEN : masked ? SAMPLE_LOWEST : SAMPLE_NONE;
+      }
       if (order > high || (order == high && t < at)) {
         high = order;
         at = t;
@@ -149,11 +160,16 @@ void sample_accept_merge(
       }
     }
     const uint most = simd_max(high);
-    const int chosen = int(simd_min(high == most ? at : ~0u));
+    int chosen = int(simd_min(high == most ? at : ~0u));
+    if (most == SAMPLE_BROKEN || most == SAMPLE_NONE) {
+      chosen = -1;
+    } else if (most == SAMPLE_LOWEST) {
+      chosen = 0;
+    }
     if (lane == 0) {
       tokens[first + r] = chosen;
     }
-    if (count == r && r + 1 < rows && draft[r] == chosen) {
+    if (count == r && r + 1 < rows && draft[r] == chosen && chosen >= 0) {
       count++;
     }
   }

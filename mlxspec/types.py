@@ -19,6 +19,7 @@ Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after t
 FINAL_NORM: Tap = -1
 NULL_BLOCK = 0  # padding points here; it is never allocated
 STATE = -1  # in place of a pool's number: the recurrent states
+NOT_FINITE = -1  # in place of a sampled token: its logits are not finite
 UNLIMITED = 1 << 24  # tokens: no context is longer
 MAX_CHOICES = 8
 MAX_DEPTH = 32  # tokens drafted for one sequence
@@ -106,9 +107,9 @@ class Output:
     `finish` is set in the last output of the choice; with "stop", the last token is the stop token.
     `cached` counts prompt tokens from the cache, `rounds` the steps that sampled for the choice so
     far, `drafted` the verified draft tokens, `accepted` the accepted ones. `error` comes with
-    `finish == "error"`; `fault` says whose it is: the engine's, the model's (not loaded), the
-    prompt's (longer than the window), the client's (did not read). `embedding` is float32 [D] of
-    any length, numpy's.
+    `finish == "error"`; `fault` says whose it is: the engine's, the model's (not loaded), that of
+    the numbers that it computed (not finite), the prompt's (longer than the window), the client's
+    (did not read). `embedding` is float32 [D] of any length, numpy's.
     """
 
     request: str
@@ -121,7 +122,7 @@ class Output:
     error: str = ""
     drafted: int = 0
     accepted: int = 0
-    fault: Literal["engine", "model", "prompt", "client"] = "engine"
+    fault: Literal["engine", "model", "numbers", "prompt", "client"] = "engine"
     embedding: Any = None
 
 
@@ -288,6 +289,7 @@ class Seq:
     windows: list[list[int]] = field(default_factory=list)  # tables of sliding-window layers
     branch_points: list[int] = field(default_factory=list)  # blocks where prompts may part
     block_hashes: list[bytes] = field(default_factory=list)  # the hash chain of its full blocks
+    shared: int = 0  # of these, those that were cached when it was last admitted
     state: Any = None  # of recurrent layers, after `computed` tokens; the solo layout's own caches
     batch: Any = None  # the batch that `state` is a slice of
     deferred: int = 0  # plans in which shorter prefills went first
@@ -377,7 +379,8 @@ Plan = Sequence[Entry]  # the entries of a step
 @dataclass(slots=True)
 class Accepted:
     """What a step brought for one entry, cut at a stop: accepted drafts, then one sampled token.
-    Empty where the entry did not sample."""
+    Empty where the entry did not sample. With finish "error" its numbers are not finite: there is
+    no sampled token."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -386,4 +389,4 @@ class Accepted:
     @property
     def drafts(self) -> int:
         """Accepted draft tokens."""
-        return max(0, len(self.tokens) - 1)
+        return max(0, len(self.tokens) - (self.finish != "error"))

@@ -155,13 +155,17 @@ class BlockPool:
         if not siblings:
             self.partials.pop(parent, None)
 
-    def evict_idle(self) -> int:
-        """Evict all idle blocks; how many they were."""
-        evicted = list(self.idle)
-        for block in evicted:
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Remove blocks from the index, in use or not."""
+        for block in blocks:
             self.share([block])
             self._evict(block)
             self.free([block])
+
+    def evict_idle(self) -> int:
+        """Evict all idle blocks; how many they were."""
+        evicted = list(self.idle)
+        self.evict(evicted)
         return len(evicted)
 
     def check(self, tables: Iterable[Ids]) -> None:

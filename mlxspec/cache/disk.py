@@ -28,7 +28,7 @@ from mlxspec.files import lock, write_atomic
 
 Keys = tuple[bytes, ...]  # of a run's blocks
 
-FORMAT = "3"
+FORMAT = "4"
 MAX_QUEUED = 128 << 20  # bytes that wait to be written
 MAX_HEADER = 1 << 20  # bytes of a file's header
 TOUCH_BYTES = 1 << 14  # what a touch counts for in the queue
@@ -204,6 +204,13 @@ class DiskCache:
         with suppress(OSError):
             path.unlink()
 
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Delete the files that hold these keys, also those that are still to be written."""
+        files = self.files(keys)
+        for path in files:
+            self._forget(path)
+        self._submit(0, self._remove, *files)
+
     def flush(self, timeout: float) -> bool:
         """Wait until all that is queued was written; False if that took too long."""
         try:
@@ -280,6 +287,12 @@ class DiskCache:
             self._add(path, run.keys)
             self.stats["disk_written_bytes"] += len(data)
             self.stats["disk_bytes"] += len(data)
+
+    def _remove(self, *paths: Path) -> None:
+        for path in paths:
+            self._forget(path)
+            path.unlink(missing_ok=True)
+        self._make_room(0)
 
     def _touch(self, *paths: Path) -> None:
         for path in paths:

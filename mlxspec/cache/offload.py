@@ -85,6 +85,14 @@ class KVOffloader:
         if seq.block_hashes and not self.broken:
             self._saves.append(self._save(seq.block_hashes.copy()))
 
+    def forget(self, hashes: Hashes) -> None:
+        """Delete these blocks and the states after them; what is being saved may be one of them,
+        and is saved later if not."""
+        if self._saves:
+            self._saves.popleft()
+        numbers = (*range(len(self.cache.pools)), STATE)
+        self.disk.remove([_disk_key(key, number) for key in hashes for number in numbers])
+
     def _save_next(self) -> bool:
         while self._saves and self.disk.queued < MAX_BACKLOG:
             if next(self._saves[0], False):

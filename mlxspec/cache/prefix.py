@@ -212,6 +212,23 @@ class KVCacheManager:
         if ends or (branches and not rest):
             self.states.put(self._state_key(seq, upto), state)
 
+    def forget(self, seq: Seq) -> Hashes:
+        """Take what the sequence has entered out of the prefix cache again, and return the hashes
+        of its blocks there. What it found there at first stays."""
+        first = min(seq.reported_cached // self.block_size, seq.shared)
+        before = self.pool.parent(seq.block_hashes, first)
+        gone = seq.block_hashes[first:]
+        for pool, table in self._tables(seq):
+            found = {pool.by_key[key] for key in gone if key in pool.by_key}
+            pool.evict(found.union(table[first:]) & pool.parents.keys())
+        own = tuple(seq.tokens[first * self.block_size :])
+        kept = self.states.kept if self.states else {}
+        for key, tail in list(kept):
+            if key in gone or (key == before and tail and tail == own[: len(tail)]):
+                kept.pop((key, tail))
+        del seq.block_hashes[first:]
+        return gone
+
     def _state_key(self, seq: Seq, upto: int) -> StateKey:
         """The hash of the last full block before `upto`, and the tokens after it."""
         n = upto // self.block_size
@@ -242,6 +259,7 @@ class KVCacheManager:
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
         copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
         seq.block_hashes = list(match.hashes)
+        seq.shared = len(match.hashes)
         seq.state = match.state
         seq.computed = match.length
         seq.branch_points = []

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine.memory import CRITICAL, NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.model import meter
-from mlxspec.model.batch import Step, pool_rows
+from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import (
+    NOT_FINITE,
     Accepted,
     Check,
     Draft,
@@ -161,12 +163,11 @@ class Engine:
         results = step.read()
         self.trace("read", step.number)
         self._learn_time(step)
-        pool_rows(step)
         accepted = []
         for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
             new = cut_at_stop(e, tokens, logprobs)
             accepted.append(new)
-            if len(new.tokens) < len(tokens) and not e.seq.finish:
+            if len(new.tokens) < len(tokens) and new.finish != "error" and not e.seq.finish:
                 self.runner.cut(step, e, e.count + new.drafts)
             if new.tokens and not e.seq.finish:
                 self.counters["rounds"] += 1
@@ -189,7 +190,8 @@ class Engine:
             if not e.seq.restricted or not e.samples:
                 continue
             # A draft on the device is read here: the masks depend on its tokens.
-            tokens = np.array(e.draft.tokens, np.int32).tolist()
+            drafted = np.array(e.draft.tokens, np.int32).tolist()
+            tokens = list(takewhile(NOT_FINITE.__ne__, drafted))
             try:
                 e.masks = e.seq.matcher.masks(tokens)
                 e.draft = replace(e.draft, tokens=tokens[: len(e.masks) - 1])

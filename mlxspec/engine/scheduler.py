@@ -8,13 +8,15 @@ sequence is preempted. No MLX here.
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, takewhile
 
+from mlxspec import log
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import Copies, KVCacheManager, PrefixMatch
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.types import (
+    NOT_FINITE,
     Accepted,
     Entry,
     Finish,
@@ -249,6 +251,9 @@ class Scheduler:
             seq.flight.popleft()
             if seq.finish:
                 continue
+            if new.finish == "error":
+                outputs += self._fail(e, new)
+                continue
             if e.samples:
                 outputs.append(self._extend(e, new))
             if seq.table:
@@ -278,6 +283,28 @@ class Scheduler:
             seq.computed = computed
         seq.finish = new.finish
         return _output(seq, new)
+
+    def _fail(self, entry: Entry, new: Accepted) -> Outputs:
+        """End a choice whose numbers are not finite, and take its blocks out of the prefix cache.
+        First the accepted drafts, which without a draft would have come before."""
+        seq = entry.seq
+        outputs = []
+        if new.tokens:
+            seq.tokens += new.tokens
+            outputs.append(_output(seq, replace(new, finish=None)))
+        keys = self.kv.forget(seq)
+        if self.offloader:
+            self.offloader.forget(keys)
+        name = seq.request.model or "the model"
+        end = entry.start + entry.count + new.drafts
+        error = (
+            f"what {name} computes from the first {end} tokens is not finite (NaN or infinite):"
+            " its weights are damaged, or overflow in their data type; download it again, or serve"
+            " another quantization of it"
+        )
+        log.warning("%s: %s", seq.request.id, error)
+        ended = self.end(seq, "error", error)
+        return [*outputs, replace(ended, fault="numbers", embedding=None)]
 
     def _cache_prefix(self, entry: Entry, upto: int) -> None:
         """Enter the sequence's first `upto` tokens into the prefix cache: full blocks after each
@@ -315,16 +342,20 @@ def cut_at_stop(
     sampled: list[int],
     logprobs: list[Logprob],
 ) -> Accepted:
-    """The tokens of an entry that count: up to and with a stop token, `max_tokens` at most."""
+    """The tokens of an entry that count: up to and with a stop token, `max_tokens` at most, those
+    before NOT_FINITE."""
     request = entry.seq.request
-    if request.pooling:
-        return Accepted(finish="length" if entry.samples else None)
     room = request.max_tokens - entry.seq.generated
-    for n, token in enumerate(sampled[:room], 1):
+    found = list(takewhile(NOT_FINITE.__ne__, sampled[:room]))
+    finish: Finish | None = "length" if len(found) == room else None
+    if NOT_FINITE in sampled[:room]:
+        finish = "error"
+    if request.pooling:
+        return Accepted(finish=finish)
+    for n, token in enumerate(found, 1):
         if token in request.stop_tokens:
-            return Accepted(sampled[:n], logprobs[:n], "stop")
-    finish: Finish | None = "length" if len(sampled) >= room else None
-    return Accepted(sampled[:room], logprobs[:room], finish)
+            return Accepted(found[:n], logprobs[:n], "stop")
+    return Accepted(found, logprobs[: len(found)], finish)
 
 
 def _output(seq: Seq, new: Accepted, error: str = "") -> Output:

@@ -4,6 +4,7 @@ Rule: a row's bits depend on its own sequence alone. The grid follows from what 
 positions are read on the device, so a step can be submitted before its drafts are accepted.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import groupby
@@ -88,7 +89,7 @@ class Shape:
         return self.heads // self.kv_heads
 
 
-def _shape(a: Attention) -> Shape | None:
+def shape_of(a: Attention) -> Shape | None:
     """The shape of a call; None if the kernel does not support it."""
     of_k, of_v = a.packings
     return _supported(
@@ -207,26 +208,33 @@ def _launch(
     )[0]
 
 
+def _proven(shape: Shape | None, unproven: bool, group: Group) -> bool:
+    """Whether a group goes through the kernel."""
+    if not shape or group.length > ROWS:
+        return False
+    cases = paged_attention_cases(shape)  # all contexts
+    return unproven or all(KERNELS.variant(c.name, group.length) for c in cases)
+
+
+def kernel_alone(shape: Shape | None, groups: Iterable[Group]) -> bool:
+    """Whether all groups go through the kernel."""
+    return all(_proven(shape, False, group) for group in groups)
+
+
 def paged_attention(
     a: Attention,
     unproven: bool = False,
+    shape: Shape | None = None,
 ) -> Array:
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
     the kernel in one launch, the others through the reference. With `unproven` no proof is
-    asked for, where the kernel supports the shape."""
-    shape = _shape(a)
+    asked for, where the kernel supports the shape. `shape`: what `shape_of` has said."""
+    shape = shape or shape_of(a)
     if shape and KERNELS.recorded is not None:
         KERNELS.recorded += paged_attention_cases(shape)
-
-    def proven(group: Group) -> bool:
-        if not shape or group.length > ROWS:
-            return False
-        cases = paged_attention_cases(shape)  # all contexts
-        return unproven or all(KERNELS.variant(c.name, group.length) for c in cases)
-
     out = []
     first = a.groups[0].lo
-    for ours, run in groupby(a.groups, proven):
+    for ours, run in groupby(a.groups, partial(_proven, shape, unproven)):
         groups = list(run)
         part = a
         if len(groups) < len(a.groups):
@@ -295,6 +303,7 @@ def _case(
             shape.window or None,
             sinks if shape.sinks else None,
             shape.packings,
+            clean=True,
         )
         return attend(call)
 

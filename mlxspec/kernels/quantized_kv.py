@@ -5,6 +5,7 @@ scales and biases of a row lie together, so that a quantized pool is one array a
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 from mlx.core import array as Array
@@ -45,9 +46,16 @@ class Packing:
         scales = self.dim // self.group
         return self.words + 2 * scales * self.dtype.size // 4
 
+    def bounded(self, x: Array) -> Array:
+        """x as what `pack` makes finite: 0 for what is not, and no group of values that are
+        further apart than `dtype` reaches. float16, of which that would cut real values, is left
+        to `pack`."""
+        half = mx.finfo(self.dtype).max / 2
+        return _clipped(x, mx.inf if self.dtype == mx.float16 else half)
+
     def pack(self, x: Array) -> Array:
-        """[..., dim] -> uint32 [..., width]. What `unpack` returns is finite, also where float16
-        overflows."""
+        """[..., dim] -> uint32 [..., width]. What `unpack` returns of finite values is finite, also
+        where float16 overflows."""
         values, scales, biases = mx.quantize(x, self.group, self.bits)
         if self.dtype == mx.float16:  # the scale of values far apart overflows
             back = mx.dequantize(values, scales, biases, self.group, self.bits)
@@ -75,3 +83,8 @@ class Packing:
         """`unpack` in fp32, each value rounded once to `dtype`: what a kernel is compared with."""
         values = self.unpack(rows, mx.float32)
         return values.astype(self.dtype).astype(mx.float32)
+
+
+@partial(mx.compile, shapeless=True)
+def _clipped(x: Array, limit: float) -> Array:
+    return mx.clip(mx.where(mx.abs(x) < mx.inf, x, 0), -limit, limit)

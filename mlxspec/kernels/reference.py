@@ -16,7 +16,7 @@ import numpy as np
 from mlx.core import array as Array
 
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.types import NULL_BLOCK
+from mlxspec.types import NOT_FINITE, NULL_BLOCK
 
 
 @dataclass(slots=True)
@@ -155,13 +155,20 @@ def gather(
     return packing.unpack(dense) if packing else dense
 
 
+@partial(mx.compile, shapeless=True)  # one launch
+def finite(x: Array) -> Array:
+    """x, with 0 for what is not finite."""
+    return mx.where(mx.abs(x) < mx.inf, x, 0)
+
+
 @dataclass(slots=True)
 class Attention:
     """The inputs of softmax(scale * q k^T) v over the pages of adjacent groups.
 
     q [T, heads, D]: the groups' rows; pools keys [kv_heads, slots, D] and values
     [kv_heads, slots, Dv], packed by `packings`; `sinks` [heads]: extra logits of the softmax
-    without a value.
+    without a value. Values that are not finite count as 0: a row that does not see them weighs them
+    with 0, and 0 * NaN would reach it. `clean`: there are none.
     """
 
     q: Array
@@ -172,6 +179,7 @@ class Attention:
     window: int | None = None
     sinks: Array | None = None
     packings: PackingPair = (None, None)
+    clean: bool = False
 
 
 def paged_attention(a: Attention, attend: Any = None) -> Array:
@@ -183,10 +191,11 @@ def paged_attention(a: Attention, attend: Any = None) -> Array:
     for group in a.groups:
         rows = a.q[group.lo - first : group.hi - first]
         blocks, mask, keep = group.select(a.window)
+        values = gather(a.values, blocks, group.block_size, keep, of_v)
         o = attend(
             rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2),
             gather(a.keys, blocks, group.block_size, keep, of_k),
-            gather(a.values, blocks, group.block_size, keep, of_v),
+            values if a.clean else finite(values),
             scale=a.scale,
             mask=mask,
             sinks=a.sinks,
@@ -231,7 +240,8 @@ def small_qmm(
 @dataclass(slots=True)
 class Draws:
     """How each of R rows is sampled. A temperature is 0 (greedy) or at least COLDEST; the noise is
-    keyed by (seed, position), uint32 each."""
+    keyed by (seed, position), uint32 each. `checked`: where logits are not finite, no token is
+    sampled; else any may be, as for drafts."""
 
     temperatures: list[float]
     seeds: list[int]
@@ -239,6 +249,7 @@ class Draws:
     masks: list[bytes]  # a bit for each allowed token; empty: all
     shift: Array | None = None  # int32 [R], added to the positions
     min_logits: Array | None = None  # float32 [R]: tokens with logits / T below are excluded
+    checked: bool = True
 
 
 def gumbel(
@@ -282,15 +293,20 @@ def sample_accept(
     inputs: Array | None = None,
     drafts: Sequence[tuple[int, int]] = (),
 ) -> tuple[Array, Array | None]:
-    """Sampled tokens int32 [R] of float logits [R, vocab]; the lowest of equal ones. A row with a
-    NaN samples any token of the vocabulary.
+    """Sampled tokens int32 [R] of float logits [R, vocab]; the lowest of equal ones. NOT_FINITE for
+    a row in which one that its mask allows is NaN or infinite, and for one without a mask in which
+    all are -inf.
 
     `drafts`, one for each entry in the rows' order: the first index of its draft in `inputs` int32
     [T], and its length. An entry has a row more than drafted tokens. Then also how many of these
     are accepted, int32 [entries].
     """
-    x = allow(logits.astype(mx.float32), draws.masks)
-    if any(draws.temperatures):
+    x = logits
+    drawing = any(draws.temperatures)
+    if drawing or any(draws.masks):
+        x = allow(x.astype(mx.float32), draws.masks)
+    allowed = x
+    if drawing:
         temperatures = mx.array(draws.temperatures)[:, None]
         hot = temperatures > 0
         drawn = x / mx.where(hot, temperatures, 1)
@@ -302,10 +318,24 @@ def sample_accept(
         seeds = mx.array(draws.seeds, mx.uint32)
         drawn = drawn + gumbel(seeds, positions, x.shape[-1])
         x = mx.where(hot, drawn, x)
-    tokens = mx.argmax(x, axis=-1).astype(mx.int32)
+    tokens = mx.argmax(x, axis=-1).view(mx.int32)
+    if draws.checked:
+        masked = mx.array([len(mask) > 0 for mask in draws.masks])
+        tokens = _or_not_finite(tokens, allowed.max(axis=-1), masked)
     if inputs is None or not drafts:
         return tokens, None
     return tokens, count_accepted(tokens, inputs, drafts)
+
+
+@partial(mx.compile, shapeless=True)
+def _or_not_finite(
+    tokens: Array,
+    best: Array,
+    masked: Array,
+) -> Array:
+    """The tokens int32 [R] of rows whose highest logit `best` is finite, or -inf and `masked`."""
+    fine = (best < mx.inf) & ((best > -mx.inf) | masked)
+    return mx.where(fine, tokens, NOT_FINITE)
 
 
 def count_accepted(
@@ -316,10 +346,20 @@ def count_accepted(
     """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
     at_tokens, at_inputs, drafted = _compared(tuple(drafts))
-    same = drafted & (tokens[at_tokens] == inputs[at_inputs])
-    same = same.astype(mx.int32)
+    same = _equal(tokens[at_tokens], inputs[at_inputs], drafted)
     kept = mx.cumprod(same, axis=1)
     return kept.sum(axis=1)
+
+
+@partial(mx.compile, shapeless=True)
+def _equal(
+    tokens: Array,
+    inputs: Array,
+    drafted: Array,
+) -> Array:
+    """int32: 1 where a drafted token is sampled."""
+    same = drafted & (tokens == inputs) & (tokens != NOT_FINITE)
+    return same.astype(mx.int32)
 
 
 @lru_cache(maxsize=16)  # steps are often alike

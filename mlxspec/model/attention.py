@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.nn import Module
 from mlx_lm.models import base
 
-from mlxspec.kernels.attention import paged_attention
+from mlxspec.kernels.attention import paged_attention, shape_of
 from mlxspec.kernels.reference import Attention
 from mlxspec.model.pages import Pages
 
@@ -43,8 +43,10 @@ def attention(
         keys.window,
         sinks,
         keys.packings,
+        keys.clean,
     )
-    out = paged_attention(inputs)
+    keys.shape = shape_of(inputs)
+    out = paged_attention(inputs, shape=keys.shape)
     if length == 1:
         return out[:, :, None]
     out = out.reshape(batch, length, heads, -1)

@@ -18,12 +18,14 @@ from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
 from mlxspec.model.recurrent import StateRecorder, by_entry
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.types import NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
+from mlxspec.types import NOT_FINITE, NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
 Shift = Array | None
 Result = tuple[list[int], list[Logprob]]  # of one entry
+# bool [n]: what is NaN, and which of it is whose.
+NaNs = tuple[Array, Sequence[tuple[Entry, slice]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +34,8 @@ class Step:
 
     `ids` int32 [T] are the input tokens, `rows` the sampled rows, `shift` [R] the shift of their
     positions, `logits` [R, vocab] theirs until the step is submitted, `taps` the hidden states
-    [T, D] that drafters asked for. `first_row` is the index in `rows` of the first sampled row of
-    each sequence that samples.
+    [T, D] that drafters asked for. `nans` tell of rows that are not sampled. `first_row` is the
+    index in `rows` of the first sampled row of each sequence that samples.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class Step:
     shift: Shift
     logits: Any
     taps: dict[Tap, Array]
+    nans: Sequence[NaNs] = ()
     pooled: dict[Entry, Array] = field(default_factory=dict)  # float32 [count, D], for embeddings
     first_row: dict[Seq, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
@@ -57,10 +60,12 @@ class Step:
 
     def read(self) -> list[Result]:
         """Wait for the step; for each entry its accepted drafts and the token sampled after them,
-        with their log-probabilities if they were asked for."""
+        with their log-probabilities if they were asked for. NOT_FINITE is in the place of a token,
+        or of all of them, where the entry's numbers are not finite."""
         mx.eval(self.marker)
+        broken = _broken(self.nans) | self._pool()
         if self.sampled is None:
-            return [([], []) for _ in self.plan]
+            return [([NOT_FINITE] if e in broken else [], []) for e in self.plan]
         tokens, logprobs = read(self.sampled, self.rows)
         accepted: Iterator[int] = repeat(0)
         if self.sampled.accepted is not None:
@@ -72,8 +77,23 @@ class Step:
                 first = self.first_row[e.seq]
                 stop = first + next(accepted) + 1
             asked = [logprob for logprob in logprobs[first:stop] if logprob]
-            results.append((tokens[first:stop], asked))
+            results.append(([NOT_FINITE] if e in broken else tokens[first:stop], asked))
         return results
+
+    def _pool(self) -> set[Entry]:
+        """Add the rows to the embeddings of their sequences; the entries of those that are not
+        finite. The sum of all rows has the direction of their mean."""
+        broken = set()
+        for e, hidden in self.pooled.items():
+            rows = np.array(hidden)
+            if e.seq.request.pooling == "last":
+                rows = rows[-1:]
+            elif e.start:  # 0: it begins, again after a preemption
+                rows[0] += e.seq.embedding
+            e.seq.embedding = rows.sum(axis=0)
+            if not np.isfinite(e.seq.embedding).all():
+                broken.add(e)
+        return broken
 
     def shift_of(self, plan: Plan) -> Array:
         """int32 [entries]: the shift of the next plan's entries, once this step is submitted."""
@@ -181,6 +201,7 @@ def fill_view(
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
     view.groups = []
+    view.by_kernel = {}
     for entries, places, rows in runs_of(
         plan, lambda e: view.dense or bucket(e, size, length), length
     ):
@@ -222,16 +243,23 @@ def starts_of(plan: Plan, length: int = 0) -> dict[Entry, int]:
     return starts
 
 
-def pool_rows(step: Step) -> None:
-    """Add the rows of a step that was read to the embeddings of its sequences. The sum of all rows
-    has the direction of their mean."""
-    for e, hidden in step.pooled.items():
-        rows = np.array(hidden)
-        if e.seq.request.pooling == "last":
-            rows = rows[-1:]
-        elif e.start:  # 0: it begins, again after a preemption
-            rows[0] += e.seq.embedding
-        e.seq.embedding = rows.sum(axis=0)
+def unsampled(plan: Plan, length: int = 0) -> list[tuple[Entry, slice]]:
+    """The entries that have rows which are not sampled, and where their rows are, see
+    `starts_of`."""
+    some = [e for e in plan if e.count > 1 or not e.samples]
+    if not some:  # as in most steps
+        return []
+    starts = starts_of(plan, length)
+    return [(e, slice(starts[e], starts[e] + e.rows)) for e in some]
+
+
+def _broken(nans: Sequence[NaNs]) -> set[Entry]:
+    """The entries that have a NaN."""
+    broken = set()
+    for found, parts in nans:
+        values = np.array(found)
+        broken |= {e for e, part in parts if values[part].any()}
+    return broken
 
 
 def sampled_rows(plan: Plan, length: int = 0) -> Array:

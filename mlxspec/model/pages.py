@@ -7,15 +7,15 @@ fails at its first start.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx.core import array as Array
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlxspec.kernels.attention import Shape, kernel_alone
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Group, PackingPair, gather
+from mlxspec.kernels.reference import Group, PackingPair, finite, gather
 from mlxspec.types import Tap, UnsupportedModel
 
 
@@ -29,7 +29,8 @@ class View:
     the rows; `sampled` indexes the rows that reach lm_head (None: all); `taps` are hidden states
     that the forward hands out, into `tapped`. Slots before `first` are never seen. `dense`: K/V
     are handed back gathered, of one group at a time. `kv_bits`: 8 or 4 bits per value in the pools;
-    0: as computed.
+    0: as computed. `last_keys` are K as the last layer that has some computed them,
+    [B, kv_heads, L, D]: NaN in a row if anything before was not finite there.
     """
 
     block_size: int
@@ -44,6 +45,8 @@ class View:
     taps: Collection[Tap] = ()
     tapped: dict[Tap, Array] = field(default_factory=dict)
     first: int = 0
+    last_keys: Any = None
+    by_kernel: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
 
     def slots_of(self, blocks: Sequence[int]) -> Array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
@@ -55,7 +58,13 @@ class View:
 class Pages:
     """One layer's K/V: written at the step's slots, and passed on to attention as this handle; in a
     dense view handed back as arrays, for models that compute their own attention. Its pools are
-    allocated at the first write, when heads and dims are known."""
+    allocated at the first write, when heads and dims are known.
+
+    A row may read slots that it does not see, of a sequence's padding or of a block's last owner,
+    and weighs their values with 0; but 0 * NaN would reach it. So values are finite where they are
+    read: while `clean`, they were when written. A step whose attention our kernel computes writes
+    them as they are, as the kernel counts what is not finite as 0; then all other readers must.
+    """
 
     def __init__(self, view: View, window: int | None) -> None:
         self.view = view
@@ -65,6 +74,8 @@ class Pages:
         self.values: Any = None
         self.dtype: Any = None  # of K as computed; models that pass K/V on ask for it
         self.packings: PackingPair = (None, None)
+        self.shape: Shape | None = None  # of attention's kernel, once it was called
+        self.clean = True
 
     @property
     def offset(self) -> Any:
@@ -111,17 +122,30 @@ class Pages:
 
     def write(self, k: Array, v: Array) -> None:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel."""
-        if v.dtype == mx.float16:
-            # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach
-            # the sequence whose padding or block this slot becomes.
-            v = _finite(v)
         if self.keys is None:
             self.dtype = k.dtype
             self.packings = self._packing(k), self._packing(v)
+        of_k, of_v = self.packings
+        self.view.last_keys = k
+        if self.view.dense:
+            k = _finite(k, of_k)  # models may mask scores by adding to them: NaN stays NaN
+        if self._by_kernel():
+            self.clean = False
+        else:
+            v = _finite(v, of_v)
         k, v = map(_rows, (k, v), self.packings)
         if self.keys is None:
             self.keys, self.values = self._allocate(k), self._allocate(v)
         self.put(self.view.slots[self.window_key], k, v)
+
+    def _by_kernel(self) -> bool:
+        """Whether only our kernel reads what this step writes, in this step."""
+        if self.view.kv_bits or not self.shape:
+            return False
+        known = self.view.by_kernel
+        if self.shape not in known:
+            known[self.shape] = kernel_alone(self.shape, self.view.groups)
+        return known[self.shape]
 
     def _packing(self, x: Array) -> Packing | None:
         dim = x.shape[3]
@@ -160,9 +184,9 @@ class Pages:
         self.keys, self.values = grown
 
 
-@partial(mx.compile, shapeless=True)  # else 7 launches
-def _finite(x: Array) -> Array:
-    return mx.where(mx.isfinite(x), x, 0)
+def _finite(x: Array, packing: Packing | None) -> Array:
+    """x with 0 for what is not finite, so that it is finite in a pool."""
+    return packing.bounded(x) if packing else finite(x)
 
 
 def _rows(

@@ -20,6 +20,7 @@ from mlx.core import array as Array
 from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache
 
+from mlxspec.kernels.reference import finite
 from mlxspec.types import Entry, Json, Plan, Seq, Tap, UnsupportedModel
 
 StateArrays = tuple[Array, ...]
@@ -31,6 +32,9 @@ NOT_RECORDED = "a recurrent layer's state update cannot be recorded"
 # mlx-lm's functions that return (output [B, L, ...], new state), and leave the state of masked rows
 # as it is.
 RECURRENCES = ("gated_delta_update", "ssm_update")
+# What ssm_update weighs with 0 where a row is masked or comes later. Drafted rows may hold NaN, and
+# 0 * NaN would reach the rows before them.
+WEIGHED = {"hidden_states", "B", "dt"}
 
 
 @dataclass(slots=True, eq=False)
@@ -98,12 +102,15 @@ def _recorded(update: Any) -> Any:
 
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        y, new = update(*args, **kwargs)
         recorder = _recorder.get()
-        if recorder:
-            bound = signature.bind(*args, **kwargs)
-            replay = partial(state_after, bound.arguments, y.shape[1])
-            recorder.recurrences.append((new, replay))
+        if not recorder:
+            return update(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        for name in WEIGHED & bound.arguments.keys():
+            bound.arguments[name] = finite(bound.arguments[name])
+        y, new = update(*bound.args, **bound.kwargs)
+        replay = partial(state_after, bound.arguments, y.shape[1])
+        recorder.recurrences.append((new, replay))
         return y, new
 
     wrapper.recorded = True  # type: ignore[attr-defined]
@@ -189,6 +196,11 @@ class RecurrentStates:
         _recorder.set(None)
         for layer in self.layers:
             layer.cache = [None for _ in layer.cache]
+
+    def last_layer(self) -> list[Array]:
+        """The new state [B, ...] of the last layer, until `release`."""
+        last: Iterable[Any] = self.layers[-1].cache if self.layers else ()
+        return list(last)
 
     def keep_accepted(self, accepted: Array, samplers: Collection[Seq]) -> list[StateRecorder]:
         """Bring the states that a forward with drafts left to those after the accepted ones,

@@ -7,7 +7,7 @@ of prompts of equal rows are others; `gather` likewise, with K/V handed back den
 mlx-lm's own caches.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, recurrent
 from mlxspec.model.batch import (
+    NaNs,
     Shift,
     Step,
     bucket,
@@ -28,6 +29,7 @@ from mlxspec.model.batch import (
     runs_of,
     sampled_rows,
     starts_of,
+    unsampled,
 )
 from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
@@ -206,9 +208,10 @@ class Runner:
         pooling = [e for e in plan if e.seq.request.pooling]
         if pooling:
             self.view.taps = {*asked, FINAL_NORM}
-        logits, taps = self._forward(plan, ids, shift)
+        nans: list[NaNs] = []
+        logits, taps = self._forward(plan, ids, shift, nans)
         self.view.taps = asked
-        step = Step(plan, ids, rows_of(plan), row_shift, logits, taps)
+        step = Step(plan, ids, rows_of(plan), row_shift, logits, taps, nans)
         if pooling:
             first = starts_of(plan)
             for e in pooling:
@@ -243,7 +246,7 @@ class Runner:
         own: list[Array] = []
         if self.layout == "solo":
             own = arrays_in([cache.state for e in step.plan for cache in e.seq.state])
-        results: list[Any] = [own, step.taps, step.pooled]
+        results: list[Any] = [own, step.taps, step.pooled, [found for found, _ in step.nans]]
         if sampled:
             results += sampled.logprobs, sampled.accepted
             step.marker = sampled.tokens
@@ -266,7 +269,7 @@ class Runner:
     ) -> Array:
         """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
-        logits, _ = self._forward(plan, ids, shift)
+        logits, _ = self._forward(plan, ids, shift, [])
         mx.async_eval(logits)
         return logits
 
@@ -292,15 +295,17 @@ class Runner:
         plan: Plan,
         ids: Array,
         shift: Shift,
+        nans: list[NaNs],
     ) -> tuple[Array, dict[Tap, Array]]:
-        """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
+        """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order. Adds what
+        tells of the rows that are not sampled to `nans`."""
         alike: Callable[[Entry], Any] = id if self.lone else self._form
         self.states.begin_step(plan)
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
         for batch, places, rows in runs_of(plan, alike):
             part = None if shift is None else shift[places]
-            logits.append(self._forward_batch(batch, ids[rows], part))
+            logits.append(self._forward_batch(batch, ids[rows], part, nans))
             for tap, parts in taps.items():
                 parts.append(self.view.tapped.pop(tap))
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
@@ -310,6 +315,7 @@ class Runner:
         batch: Plan,
         ids: Array,
         shift: Shift,
+        nans: list[NaNs],
     ) -> Array:
         """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others; its
         taps [T, D] are in the view."""
@@ -334,9 +340,10 @@ class Runner:
             self.states.load(batch)
             logits: Array = self.model(ids.reshape(-1, length or 1), cache=caches)
             states = self.states.store(batch, view.tapped)
+            nans += self._nans(batch, length)
         finally:
             self.states.release()
-            view.sampled = None
+            view.sampled = view.last_keys = None
         logits = logits.flatten(0, 1)
         if not self.trunk:
             logits = logits[sampled]
@@ -348,5 +355,19 @@ class Runner:
             # them. Naming them holds them until all is done, so only where the logits do not need
             # them all.
             pools = pools_of(self.pages()) if self._several else []
-            mx.async_eval(logits, *states, *pools)
+            mx.async_eval(logits, *states, *pools, [found for found, _ in nans])
         return logits
+
+    def _nans(self, batch: Plan, length: int) -> Iterator[NaNs]:
+        """What tells whether rows of a forward that are not sampled are finite: what it has written
+        last, since NaN in a row's hidden state stays there in all layers after."""
+        parts = unsampled(batch, length)
+        if not parts:
+            return
+        keys = self.view.last_keys
+        if keys is not None:
+            yield mx.isnan(keys).any(axis=(1, 3)).flatten(), parts
+        places = {e: n for n, e in enumerate(batch)}
+        for array in self.states.last_layer():
+            found = mx.isnan(array.reshape(len(batch), -1)).any(axis=1)
+            yield found, [(e, slice(places[e], places[e] + 1)) for e, _ in parts]

@@ -4,6 +4,7 @@ Rule: a token is a function of (its logits, its history, the request's sampling,
 The noise is keyed by (seed, position), so neither the batch nor a drafter can change a token.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,15 +16,15 @@ from mlx.core import array as Array
 
 from mlxspec.kernels.reference import Draws, allow
 from mlxspec.kernels.sampling import sample_accept
-from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Plan, Sampling, Seq
+from mlxspec.types import COLDEST, NARROW, NOT_FINITE, Entry, Logprob, Plan, Sampling, Seq
 
 
 @dataclass(slots=True)
 class Sampled:
-    """Lazy results of a step. `tokens` int32 [R]; `accepted` int32 [sampling entries], how many
-    drafted tokens were accepted, None if nothing was drafted. `logprobs`, only if some row asked
-    for them: the log-probabilities [R] of the sampled tokens; then ids and log-probabilities
-    [R, k] of the k best, best first."""
+    """Lazy results of a step. `tokens` int32 [R], NOT_FINITE where logits are not; `accepted` int32
+    [sampling entries], how many drafted tokens were accepted, None if nothing was drafted.
+    `logprobs`, only if some row asked for them: the log-probabilities [R] of the sampled tokens;
+    then ids and log-probabilities [R, k] of the k best, best first."""
 
     tokens: Array
     accepted: Array | None = None
@@ -86,9 +87,10 @@ def sample(
     rows: Rows,
     inputs: Array,
     shift: Array | None = None,
+    checked: bool = True,
 ) -> Sampled:
     """Lazy samples of logits [R, vocab]. `inputs` int32 [T] are the step's input tokens, `shift`
-    int32 [R] is added to the rows' positions."""
+    int32 [R] is added to the rows' positions; `checked`: see Draws."""
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     if wanted:
         logits = logits.astype(mx.float32)
@@ -101,6 +103,7 @@ def sample(
         [row.mask for row in rows],
         shift,
         _floors(x, rows),
+        checked,
     )
     tokens, accepted = sample_accept(x, draws, inputs, drafts_of(rows))
     return Sampled(
@@ -134,7 +137,8 @@ def read(
     sampled: Sampled,
     rows: Rows,
 ) -> tuple[list[int], list[Logprob | None]]:
-    """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities."""
+    """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities. Where
+    one of these is NaN, as tokens that a mask excludes count as well, the token is NOT_FINITE."""
     tokens = np.array(sampled.tokens).tolist()
     logprobs: list[Logprob | None] = [None for _ in rows]
     if not sampled.logprobs:
@@ -144,6 +148,8 @@ def read(
         n = row.sampling.logprobs
         if n is None:
             continue
+        if any(map(math.isnan, (chosen[r], *values[r][:n]))):
+            tokens[r] = NOT_FINITE
         top = zip(ids[r][:n], values[r][:n], strict=True)
         logprobs[r] = Logprob(tokens[r], chosen[r], tuple(top))
     return tokens, logprobs

@@ -76,14 +76,15 @@ async def embed(model: Model, body: Embeddings) -> tuple[list[Any], int]:
             waits = bool(vectors)  # Busy would lose them
             for stream in [await _queued(worker, request, waits) for request in some]:
                 output = await anext(stream)
-                if output.embedding is None:
+                if output.finish != "length":
                     raise failure(output)
                 width = len(output.embedding)
                 if dimensions and dimensions > width:
                     why = f"an embedding of {model.name} has {width}; send fewer"
                     raise wrong("dimensions", dimensions, why)
                 vector = output.embedding[:dimensions]
-                vectors.append(vector / np.linalg.norm(vector))
+                length = np.linalg.norm(vector.astype(float))  # float32 overflows
+                vectors.append(vector / np.float32(length or 1))
         finally:
             for request in some:  # after an error, or when the client has left
                 worker.abort(request.id)

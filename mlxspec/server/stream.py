@@ -111,6 +111,8 @@ def failure(output: Output) -> ApiError:
         return ApiError(503, "the server is stopping; send the request again")
     if output.fault == "model":
         return unavailable(output.error)
+    if output.fault == "numbers":
+        return ApiError(500, output.error)
     if output.fault == "prompt":
         return ApiError(400, output.error, None, "context_length_exceeded")
     if output.fault == "client":

@@ -107,7 +107,7 @@ class Chain:
         for e in self.entries:
             rows.append(SampledRow(e, sampling_of(e.seq, self.chosen[e.seq]), e.end))
         none = mx.zeros((0,), mx.int32)
-        drawn = sample(logits, rows, none, self.shift).tokens
+        drawn = sample(logits, rows, none, self.shift, checked=False).tokens
         self._drawn.append(drawn)
         n = sum(e.depth > len(self._drawn) for e in self.entries)
         self.entries = [_next(e) for e in self.entries[:n]]

@@ -5,14 +5,19 @@ import os
 import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from bench.dispatches import of_engine, of_mlx_lm
+from bench.dispatches import Always, of_engine, of_mlx_lm
 from bench.graph import LONG, Compiled, Work, on_metal, work_of
+from mlxspec.kernels import reference, sampling
+from mlxspec.kernels.attention import Shape
+from mlxspec.kernels.reference import Draws
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.model import pages
 from tests import tiny
 from tests.drafters import attach_head, random_head
@@ -77,21 +82,50 @@ def test_keys_of_several_sequences_are_copied_for_attention_unless_heads_come_fi
         assert work_of([swapped], stand_ins).launches["Copy"] == 2
 
 
-def test_keeping_half_precision_finite_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_keeping_values_finite_is_one_launch(
+    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none where our kernel reads them; two where models read K as well."""
     monkeypatch.setattr(mx, "compile", Compiled)
-    module = runpy.run_path(pages.__file__)  # with functions that this graph's reader can take
+    # With functions that this graph's reader can take.
+    monkeypatch.setattr(pages, "finite", runpy.run_path(reference.__file__)["finite"])
 
-    def write(dtype: mx.Dtype) -> Counter[str]:
-        view = module["View"](8, {None: 4}, {None: 4}, slots={None: slice(3, 5)})
-        layer = module["Pages"](view, None)
+    def write(by_kernel: bool = False, dense: bool = False) -> Counter[str]:
+        view = pages.View(8, {None: 4}, {None: 4}, dense, slots={None: slice(3, 5)})
+        layer = pages.Pages(view, None)
         rows = mx.zeros((2, 1, 1, 4), dtype)
         layer.write(rows, rows)
         mx.eval(rows, layer.keys, layer.values)
+        if by_kernel:
+            layer.shape = Shape(dtype, 1, 1, 4, 4, 8)
+            monkeypatch.setattr(KERNELS, "verdicts", Always())
         with on_metal() as stand_ins:
             layer.write(rows, rows)
             return work_of([layer.keys, layer.values], stand_ins).launches
 
-    assert write(mx.float16) - write(mx.bfloat16) == {"Compiled": 1}
+    assert write() == {"SliceUpdate": 2, "Compiled": 1}
+    assert write(dense=True) == {"SliceUpdate": 2, "Compiled": 2}
+    assert write(by_kernel=True) == {"SliceUpdate": 2}
+
+
+@pytest.mark.parametrize("dtype, more", [(mx.float32, 1), (mx.bfloat16, 0)], ids=str)
+def test_finding_logits_that_are_not_finite(
+    dtype: mx.Dtype, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a copy to fp32 that it saves, it is one launch of MLX's, and none of our kernel."""
+    monkeypatch.setattr(mx, "compile", Compiled)
+    plain = SimpleNamespace(**runpy.run_path(reference.__file__))
+    monkeypatch.setattr(sampling, "reference", plain)
+    logits, draws = mx.zeros((4, 64), dtype), Draws([0.0] * 4, [0] * 4, [0] * 4, [b""] * 4)
+    mx.eval(logits)
+    usual = 2 + (dtype != mx.float32)  # without it: to fp32, the highest one, its number as int32
+    with on_metal() as stand_ins:
+        tokens, _ = sampling.sample_accept(logits, draws)
+        assert work_of([tokens], stand_ins).total == usual + more
+    with on_metal() as stand_ins:
+        tokens, _ = sampling.sample_accept(logits, draws, unproven=True)
+        assert work_of([tokens], stand_ins).launches == {"CustomKernel": 2}
 
 
 def per_layer(count: Callable[[Any], Work]) -> tuple[int, int]:

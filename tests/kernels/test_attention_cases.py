@@ -179,7 +179,7 @@ def test_pools_that_do_not_go_together_are_not_for_the_kernel() -> None:
     q, k, v, *rest = Step(((1, (3,)),)).make()
     mixed = Packing(32, mx.float32, 8), Packing(32, mx.float32, 8)
     for args in ((q.astype(mx.float16), k, v, (None, None)), (q.astype(mx.float16), k, v, mixed)):
-        assert attention._shape(Attention(*args[:3], *rest[:-1], args[3])) is None
+        assert attention.shape_of(Attention(*args[:3], *rest[:-1], args[3])) is None
 
 
 @on_simulator

@@ -15,7 +15,7 @@ from mlxspec.kernels import reference, sampling
 from mlxspec.kernels.metal import source
 from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS, Verdict
-from mlxspec.types import COLDEST
+from mlxspec.types import COLDEST, NOT_FINITE
 from tests import metalsim, test_lossless, tiny
 from tests.kernels import FLOATS, on_simulator
 from tests.maze import Maze
@@ -186,7 +186,7 @@ def test_ties_go_to_the_lowest_token(order: int) -> None:
     x[10] = 0.0
     x[11] = -INF
     x[12, 9], x[12, 4000] = 1e-9, 2e-9
-    want = [min(pair) for pair in best] + [7, 7, 0, 0, 4000]
+    want = [min(pair) for pair in best] + [7, 7, 0, NOT_FINITE, 4000]
     assert equal(mx.array(x), plain([0.0] * 13), order=order) == want
     equal(mx.array(np.round(x)), plain([COLDEST] * 13), order=order)
 
@@ -210,16 +210,47 @@ def test_a_tie_between_the_parts_that_a_lane_joins_goes_to_the_lowest_token() ->
 @pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF, 3e38, -3e38])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_what_is_not_a_number_or_overflows(temperature: float, bad: float) -> None:
-    x = some(6, 1025)
+    """Anywhere in a row: no token comes of it, and the rows beside it keep theirs."""
+    x = some(7, 1025)
     for r, at in enumerate([[0], [700], [1024], [3, 600], [0, 512, 513], list(range(1025))]):
         x[r, mx.array(at)] = bad
-    draws = plain([temperature] * 6)
-    tokens = equal(mx.where(mx.isnan(x), -INF, x), draws)
+    draws = plain([temperature] * 7)
+    tokens = equal(x, draws)
+    if bad == INF or bad != bad:
+        assert tokens[:6] == [NOT_FINITE] * 6
+        assert tokens[6] == equal(some(7, 1025), draws)[6]
+    else:
+        assert all(0 <= t < 1025 for t in tokens[:5]) and tokens[6] >= 0
+        assert (tokens[5] == NOT_FINITE) == (bad == -INF)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("order", [0, 1, 7])
+def test_a_mask_excludes_what_is_not_finite(order: int, dtype: mx.Dtype) -> None:
+    """A row that may sample nothing is its grammar's fault, and one whose allowed logits are all
+    -inf: that is no fault of the numbers."""
+    x = some(8, 1001, dtype)
+    x[:6, 9] = mx.array([NAN, INF, NAN, INF, NAN, NAN], dtype)
+    x[6] = -INF
+    others = bytes([255, 253]) + bytes([255] * 124)  # all but token 9
+    alone = bytes([0, 2]) + bytes(124)  # token 9
+    masks = [others, others, alone, alone, b"", bytes(126), others, b""]
+    for hot in (0.0, 0.9):
+        tokens = equal(x, plain([hot] * 8, masks=masks), order=order)
+        assert min(tokens[:2]) >= 0 and 9 not in tokens[:2] and tokens[7] >= 0
+        assert tokens[2:7] == [NOT_FINITE] * 3 + [0, 0]
+
+
+def test_a_draft_is_not_accepted_across_what_is_not_finite() -> None:
+    """Nor is a token that a drafter could not draw."""
+    x = some(5, 1001)
+    x[2] = NAN
+    sampled = reference.sample_accept(x, plain([0.0] * 5))[0]
+    drafted = mx.array([0, *sampled.tolist()[:4], 0, 0, 0])
     with simulated():
-        assert by_kernel(x, draws)[0].tolist() == tokens, "a NaN is as low as -inf"
-    assert all(0 <= t < 1025 for t in (*tokens, *reference.sample_accept(x, draws)[0].tolist()))
-    if bad == -INF or bad != bad:
-        assert tokens[5] == 0
+        for sample in (by_kernel, reference.sample_accept):
+            tokens, kept = sample(x, plain([0.0] * 5), drafted, [(1, 4)])
+            assert tokens.tolist()[2] == NOT_FINITE and kept.tolist() == [2]
 
 
 @pytest.mark.parametrize("vocab", [30, 1001, 8192])

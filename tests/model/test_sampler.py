@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import _floors, _penalize, read, rows_of, sample, seed32
-from mlxspec.types import NARROW, Draft, Entry, Logprob, Request, Sampling, Seq
+from mlxspec.types import NARROW, NOT_FINITE, Draft, Entry, Logprob, Request, Sampling, Seq
 
 VOCAB = 23
 RNG = np.random.default_rng(5)
@@ -239,6 +239,44 @@ def test_penalties_read_what_is_new_alone() -> None:
             want = expected_logits(s, list.__getitem__(tokens, slice(2500)), said)
             assert np.allclose(row, want, atol=1e-4), i
         tokens.read = 0
+
+
+KINDS = [
+    Sampling(0.0),
+    Sampling(0.8, seed=3),
+    Sampling(0.9, top_k=5, top_p=0.8, seed=4),
+    Sampling(0.7, min_p=0.05, seed=5, logprobs=3),
+    Sampling(0.0, repetition_penalty=1.4, frequency_penalty=0.3, logit_bias=((2, 3.0),)),
+]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_row_that_is_not_finite_samples_nothing_and_changes_no_other(
+    bad: float, everywhere: bool
+) -> None:
+    entries = [entry(s, output=(4, 5)) for s in KINDS]
+    alone = [draw([e]) for e in entries]
+    logits = np.stack([LOGITS] * (2 * len(entries)))
+    logits[1::2, slice(None) if everywhere else 7] = bad
+    both = [e for e in entries for _ in range(2)]
+    tokens, logprobs = draw(both, logits)
+    assert tokens[::2] == [token for [token], _ in alone]
+    assert logprobs[::2] == [logprob for _, [logprob] in alone]
+    if bad == -np.inf and not everywhere:  # as of models that exclude tokens so
+        assert min(tokens) >= 0 and 7 not in tokens[1::2]
+    else:
+        assert tokens[1::2] == [NOT_FINITE] * len(entries)
+
+
+def test_log_probabilities_are_numbers() -> None:
+    """Where a mask leaves finite logits alone, they are still those of all tokens."""
+    e, plain = entry(Sampling(0.0, logprobs=2)), entry(Sampling(0.0))
+    e.masks = plain.masks = [bytes([0, 0, 255])]
+    logits = np.stack([LOGITS] * 2)
+    logits[:, 3] = np.nan
+    tokens, _ = draw([e, plain], logits)
+    assert tokens[0] == NOT_FINITE and tokens[1] == 16 + LOGITS[16:].argmax()
 
 
 def test_logprobs_are_the_models_own_and_sorted() -> None:

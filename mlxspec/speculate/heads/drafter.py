@@ -123,7 +123,7 @@ class HeadDrafter(Drafter):
         due = []
         for e, new in zip(step.plan, accepted, strict=True):
             live = self._live[e.seq]
-            ends = new.finish is not None and e.seq.finish == new.finish
+            ends = new.finish in ("stop", "length") and e.seq.finish == new.finish
             if live.table is None or not (ends or live.table is e.seq.table):
                 continue
             end = e.start + e.count + new.drafts

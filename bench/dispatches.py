@@ -120,9 +120,11 @@ def rows_of(
         yield "mlx-lm", n, of_mlx_lm(model, n, context)
     engine, _ = resolved.load()
     own = engine.proposer
+    engine.proposer = NoSpeculation()
     for n in streams:
-        engine.proposer = NoSpeculation()
         yield "mlxspec", n, of_engine(engine, n, context=context)
+    for n in streams:  # last: what kernels leave in the pools, others have to clean
+        engine.proposer = NoSpeculation()
         yield "mlxspec, its kernels", n, of_engine(engine, n, kernels=True, context=context)
         if config.draft_depth:
             engine.proposer = own

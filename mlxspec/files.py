@@ -87,6 +87,19 @@ def weight_files(model: Path) -> list[Path]:
     return sorted(found or model.glob("*.safetensors"))
 
 
+def stamp(model: Path) -> str:
+    """What changes with the files in a model's directory."""
+    found = [(f.name, s.st_size, s.st_mtime_ns) for f in model.iterdir() if (s := _status(f))]
+    return repr(sorted(found))
+
+
+def _status(file: Path) -> os.stat_result | None:
+    try:
+        return file.stat()
+    except OSError:  # a link that leads nowhere
+        return None
+
+
 def weight_bytes(model: Path) -> int:
     """The size of the weights in a model's directory."""
     return sum(file.stat().st_size for file in weight_files(model) if file.exists())

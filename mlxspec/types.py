@@ -122,7 +122,7 @@ class Output:
     error: str = ""
     drafted: int = 0
     accepted: int = 0
-    fault: Literal["engine", "model", "numbers", "prompt", "client"] = "engine"
+    fault: Literal["engine", "model", "numbers", "prompt", "grammar", "client"] = "engine"
     embedding: Any = None
 
 

@@ -290,8 +290,10 @@ def test_few_errors_are_collected(kind: type[Strict], rest: dict[str, Any]) -> N
 def test_a_body_has_no_more_values_than_a_context_tokens() -> None:
     many = b'{"tokens": [%s65]}' % (b"65," * (MAX_VALUES + 1))
     messages = b'{"messages": [%s]}' % b",".join([b'{"role": "user"}'] * (MAX_ITEMS + 1))
+    brackets = b'{"tokens": [65], "x": %s%s}' % (b"[" * MAX_VALUES, b"]" * MAX_VALUES)
     for kind, data, param in (
         (app.Detokenize, many, "body"),
+        (app.Detokenize, brackets, "body"),
         (openai_schema.Chat, messages, "messages"),
     ):
         with pytest.raises(ApiError) as caught:

@@ -13,9 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from bench.dispatches import Always
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels import cpu
-from mlxspec.kernels.verify import KERNELS, Verdict
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.trunk import trunk_of
 from mlxspec.types import Output, Request
 from tests import metalsim, tiers, tiny
@@ -124,7 +125,7 @@ POOLS = [
 ]
 
 
-@pytest.mark.parametrize("kind, layout, rollback, value", in_turn(POOLS, [NAN, INF, -INF]))
+@pytest.mark.parametrize("kind, layout, rollback, value", in_turn(POOLS, [NAN, INF, -INF], every=3))
 def test_in_each_pool(kind: str, layout: Any, rollback: bool, value: float) -> None:
     """Alternatives of sampling meet them in turn."""
     all_of = requests(0.8 if layout == "rect" else 0.0)
@@ -377,35 +378,31 @@ def test_an_embedding(kind: str, layout: Any, pooling: Any) -> None:
         assert (beside[name].embedding == alone[name].embedding).all(), name
 
 
-class FewRows(dict[str, Verdict]):
-    """Verdicts by which every kernel runs, for few rows."""
-
-    def get(self, name: str, default: Any = None) -> Verdict:
-        return Verdict("matrix", 1, 4)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_by_our_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of theirs write values as they are, and all that is not theirs reads these as finite
     ones: prompts' chunks here. They sample no token of such logits either."""
-    all_of = requests(0.8)
+    all_of = {  # chunks that share a call, in which what their last blocks held before is read
+        f"{i}": tiny.request(f"{i}", [(31 * i + 7 * j) % 300 for j in range(18)], 12)
+        for i in range(3)
+    }
+    all_of |= requests(0.8)
     bad = unused(kind, all_of)
-    monkeypatch.setattr(KERNELS, "verdicts", FewRows())
+    monkeypatch.setattr(KERNELS, "verdicts", Always())
     answers = []
     with metalsim.patch(checked=False):
         for spoilt in (True, False):
-            e = tiny.engine(spoilt_model(kind, bad if spoilt else -1), block=BLOCK, budget=16)
+            e = tiny.engine(spoilt_model(kind, bad if spoilt else -1), block=BLOCK, budget=64)
             for _ in range(2):
                 names = spoil(e, bad, n=1)
                 outputs = tiny.run(e)
-                for name, first in (("late", 30), ("later", 3)):
-                    prompt = [t for t in range(first) if t != bad]
-                    e.add(tiny.request(name, prompt, 12, logit_bias=((bad, 100.0),)))
-                    outputs += tiny.run(e)
-                    if spoilt:
-                        assert tiny.tokens(outputs, name) == [bad], "its values are in the pools"
+                for i in range(8):  # whose second row, by the kernel, is not finite
+                    prompt = [(i + t) % tiny.VOCAB for t in (bad + 9, bad + 5, bad + 7)]
+                    e.add(tiny.request(f"late {i}", prompt, 12, logit_bias=((bad, 100.0),)))
+                outputs += tiny.run(e)
                 if spoilt:
                     failed(e, outputs, names, bad)
+                    assert all(tiny.tokens(outputs, f"late {i}") == [bad] for i in range(8))
             assert not any(pages.clean for pages in e.runner.pages())
             for r in all_of.values():
                 e.add(r)

@@ -104,6 +104,7 @@ BROKEN: dict[str, Break] = {
     "no heads": config(num_attention_heads=0),
     "no layers": config(num_hidden_layers=0),
     "layers below none": config(num_hidden_layers=-1),
+    "more layers than tensors": config(num_hidden_layers=3_000_000),
     "a size below nothing": config(hidden_size=-64),
     "a size beyond all": config(intermediate_size=1 << 62),
     "a list for a number": config(vocab_size=[320]),

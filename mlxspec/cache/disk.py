@@ -234,12 +234,16 @@ class DiskCache:
     def _scan(self) -> None:
         folder = self.root / self.fingerprint
         for path in folder.glob("*.safetensors"):
+            if not path.is_file():  # a pipe would never be read, a link may lead nowhere
+                continue
             try:
                 with path.open("rb") as file:
                     label = read_label(file)
                 self._add(path, label.run_keys())
             except ValueError:
                 self.discard(path)
+            except OSError as error:  # of this one alone
+                self._warn(error)
 
     def _add(self, path: Path, keys: Keys) -> None:
         self._keys[path] = keys

@@ -88,6 +88,8 @@ class KVOffloader:
     def forget(self, hashes: Hashes) -> None:
         """Delete these blocks and the states after them; what is being saved may be one of them,
         and is saved later if not."""
+        if not hashes:
+            return
         if self._saves:
             self._saves.popleft()
         numbers = (*range(len(self.cache.pools)), STATE)

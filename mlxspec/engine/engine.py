@@ -211,7 +211,8 @@ class Engine:
         return failed
 
     def _fail(self, seq: Seq, error: Exception) -> Output:
-        return self.scheduler.end(seq, "error", f"the grammar cannot go on: {error}")
+        ended = self.scheduler.end(seq, "error", f"the grammar cannot go on: {error}")
+        return replace(ended, fault="grammar")
 
     # ---- after a step ------------------------------------------------------------------------
 

@@ -208,17 +208,15 @@ def _launch(
     )[0]
 
 
-def _proven(shape: Shape | None, unproven: bool, group: Group) -> bool:
-    """Whether a group goes through the kernel."""
-    if not shape or group.length > ROWS:
-        return False
-    cases = paged_attention_cases(shape)  # all contexts
-    return unproven or all(KERNELS.variant(c.name, group.length) for c in cases)
+def _proven(shape: Shape, rows: int) -> bool:
+    """Whether the kernel is proven for so many rows of a sequence, with all contexts."""
+    return all(KERNELS.variant(case.name, rows) for case in paged_attention_cases(shape))
 
 
-def kernel_alone(shape: Shape | None, groups: Iterable[Group]) -> bool:
-    """Whether all groups go through the kernel."""
-    return all(_proven(shape, False, group) for group in groups)
+def kernel_alone(shape: Shape, groups: Iterable[Group]) -> bool:
+    """Whether all these groups go through the kernel, and so would any with as few rows."""
+    few = all(group.length <= ROWS for group in groups)
+    return few and _proven(shape, 1) and _proven(shape, ROWS)
 
 
 def paged_attention(
@@ -232,15 +230,21 @@ def paged_attention(
     shape = shape or shape_of(a)
     if shape and KERNELS.recorded is not None:
         KERNELS.recorded += paged_attention_cases(shape)
+
+    def ours(group: Group) -> bool:
+        if not shape or group.length > ROWS:
+            return False
+        return unproven or _proven(shape, group.length)
+
     out = []
     first = a.groups[0].lo
-    for ours, run in groupby(a.groups, partial(_proven, shape, unproven)):
+    for by_kernel, run in groupby(a.groups, ours):
         groups = list(run)
         part = a
         if len(groups) < len(a.groups):
             q = a.q[groups[0].lo - first : groups[-1].hi - first]
             part = replace(a, q=q, groups=groups)
-        if shape and ours:
+        if shape and by_kernel:
             out.append(_launch(part, shape))
         else:
             out.append(reference.paged_attention(part, cpu.attention))

@@ -7,10 +7,11 @@ ragged batches, prompts cut anywhere, drafts of which a part is accepted; but no
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from mlxspec import log
+from mlxspec.files import read_json, weight_files
 from mlxspec.kernels import cpu
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case
@@ -101,6 +103,7 @@ class LayoutChoice:
 def load(path: Path, ranks: Any = None) -> tuple[Module, Json]:
     """The model, this rank's part of it if it is split among `ranks` (a group of mx.distributed),
     and its config; the weights stay on disk until `load_weights`. Raises UnsupportedModel."""
+    _check_layers(path)
     try:
         model, config = load_model(path, lazy=True, get_model_classes=_classes)
     except (Exception, SystemExit) as error:  # some models exit where a package is missing
@@ -117,6 +120,20 @@ def load(path: Path, ranks: Any = None) -> tuple[Module, Json]:
     model.eval()
     quantized.install(model)
     return model, config
+
+
+def _check_layers(path: Path) -> None:
+    """Refuse more layers than there are tensors, before modules for them are made: three million
+    took 3.8 GB. Raises UnsupportedModel."""
+    tensors = 0
+    with suppress(Exception):  # of damaged files, which the loader reports
+        tensors = sum(len(cast(Json, mx.load(str(file)))) for file in weight_files(path))
+    for name, count in flat(read_json(path / "config.json")).items():
+        if tensors and name.endswith("layers") and isinstance(count, int) and count > tensors:
+            raise UnsupportedModel(
+                f"{path / 'config.json'}: {name} = {count}, but the files hold {tensors} tensors;"
+                " give a complete model directory"
+            )
 
 
 def _classes(config: Json) -> Any:

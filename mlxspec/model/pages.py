@@ -63,7 +63,8 @@ class Pages:
     A row may read slots that it does not see, of a sequence's padding or of a block's last owner,
     and weighs their values with 0; but 0 * NaN would reach it. So values are finite where they are
     read: while `clean`, they were when written. A step whose attention our kernel computes writes
-    them as they are, as the kernel counts what is not finite as 0; then all other readers must.
+    them as they are, as the kernel counts what is not finite as 0; then all other readers must,
+    of which prompts are left.
     """
 
     def __init__(self, view: View, window: int | None) -> None:

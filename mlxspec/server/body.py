@@ -23,7 +23,8 @@ from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model, read_body
 from mlxspec.types import shown
 
-MAX_VALUES = 1_000_000  # in a body, by its commas: no context has more tokens than that
+MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
+LARGE = 1 << 18  # bytes of a body that is not parsed on the event loop
 MAX_ITEMS = 10_000  # messages, input items or tools
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -89,14 +90,19 @@ async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, Model]:
     """The request's body, and the model that it asks for. Raises ApiError."""
     data = await read_body(http)
     state = http.app.state.server
-    body, http.scope[IGNORED] = parse(kind, data, state.config.strict_content == "on")
+    strict = state.config.strict_content == "on"
+    if len(data) < LARGE:
+        body, ignored = parse(kind, data, strict)
+    else:
+        body, ignored = await state.on_text_thread(parse, kind, data, strict)
+    http.scope[IGNORED] = ignored
     return body, await state.model(getattr(body, "model", None))
 
 
 def parse(kind: type[Body], data: bytes, strict: bool = False) -> tuple[Body, list[str]]:
     """The validated body, and the names of its unknown fields and of content that was left out;
     `strict`: none is. Raises ApiError 400."""
-    if data.count(b",") > MAX_VALUES:
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise invalid("body", f"the body holds more than {MAX_VALUES} values; send fewer")
     left_out: list[str] = []
     body = validate(kind, data, left_out=None if strict else left_out)

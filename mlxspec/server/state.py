@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from mlxspec import log
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
+from mlxspec.files import stamp
 from mlxspec.metrics import Metrics
 from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
@@ -51,6 +52,7 @@ class Model:
     tokenizer: Tokenizer
     defaults: Sampling
     grammars: Grammars
+    files: str  # their `stamp`
     history: History = field(default_factory=History)
 
     @property
@@ -154,6 +156,11 @@ class ServerState:
         """The model that `name` means. Raises ApiError 404 for an unknown name, UserError when its
         tokenizer cannot be loaded."""
         name = self.resolve_name(name)
+        known = self.models.get(name)
+        # Another model may have been put into its directory since it was unloaded.
+        if known and self.worker.models[name].status == "unloaded":
+            if known.files != stamp(self.paths[name]):
+                del self.models[name]
         if name not in self.models:
             await self.on_text_thread(self.open, name)
         return self.models[name]
@@ -162,11 +169,12 @@ class ServerState:
         """Add the model, loading its tokenizer unless it is given. Raises UserError."""
         if name not in self.models:
             path = self.paths[name]
+            files = stamp(path)  # before they are read
             tokenizer = tokenizer or load_tokenizer(path)
             # Loading the weights may change the vocabulary's size, and masks fit any.
             grammars = Grammars(tokenizer, self.worker.models[name].info.vocab)
             defaults = generation_defaults(path)
-            self.models[name] = Model(self, name, tokenizer, defaults, grammars)
+            self.models[name] = Model(self, name, tokenizer, defaults, grammars, files)
 
 
 async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:

@@ -115,6 +115,8 @@ def failure(output: Output) -> ApiError:
         return ApiError(500, output.error)
     if output.fault == "prompt":
         return ApiError(400, output.error, None, "context_length_exceeded")
+    if output.fault == "grammar":
+        return ApiError(400, f"{output.error}; send a simpler schema or grammar")
     if output.fault == "client":
         return ApiError(408, "too much of the answer was not read in time; read it as it comes")
     return ApiError(500, f"the engine failed: {output.error}")

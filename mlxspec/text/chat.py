@@ -44,7 +44,7 @@ FIRST_CHARS = 8  # for each token of the context: few texts have more
 RESERVED = frozenset(  # variables of a template that the server sets, not a request
     "messages conversation tools chat_template tokenize add_generation_prompt padding truncation"
     " continue_final_message max_length return_dict return_tensors return_assistant_tokens_mask"
-    " tokenizer_kwargs processor_kwargs".split()
+    " tokenizer_kwargs processor_kwargs self raise_exception strftime_now".split()
 )
 
 
@@ -203,6 +203,9 @@ def render(
     """The prompt of a conversation, with `generation_prompt` up to the assistant's turn. Raises
     RejectedRequest for the messages, and TooLong for `field` where the text is far longer than
     `context` tokens; 0: any length."""
+    if context:  # before a template is rendered that may refuse it in each of several forms
+        asked = [m["content"] for m in conversation.messages if m["role"] != "assistant"]
+        check_length(tokenizer, "".join(asked), context, field)
     text = _rendered(tokenizer, conversation, generation_prompt)
     if context:
         check_length(tokenizer, text, context, field)

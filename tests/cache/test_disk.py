@@ -185,6 +185,23 @@ def test_what_was_saved_comes_back_after_a_restart(opened: Opener) -> None:
     ) and stats["disk_read_bytes"] == stats["disk_bytes"]
 
 
+@pytest.mark.parametrize("what", ["a link that leads nowhere", "a pipe", "a directory"])
+def test_a_file_that_cannot_be_opened_hides_no_other(opened: Opener, root: Path, what: str) -> None:
+    disk = saved(opened(), *map(run_of, range(5)))
+    assert disk.close(WAIT)
+    folder = next(path for path in root.rglob("*.safetensors")).parent
+    odd = folder / f"{'f' * 32}.safetensors"
+    if what == "a pipe":
+        os.mkfifo(odd)
+    elif what == "a directory":
+        odd.mkdir()
+    else:
+        odd.symlink_to(folder / "nothing")
+    disk = opened()
+    assert known(disk, range(9)) == list(range(5))
+    assert all(same(a, run_of(i)) for i, a in enumerate(got(disk, *range(5))))
+
+
 def test_a_run_is_read_once_whichever_of_its_keys_are_asked_for(opened: Opener) -> None:
     disk = saved(opened(), run(1, 2, 3), run(4, 5))
     assert [x.keys[-1] for x in got(disk, 2, 3, 9, 5)] == keys(3, 5)

@@ -263,6 +263,11 @@ def test_what_is_not_finite_stays_with_the_rows_that_see_it(dtype: mx.Dtype, bit
         held = simulated((q, k, bad[1], [group], *rest))
         zero = spoilt(v, step.packings[1], slots[26], 0.0)
         assert mx.array_equal(held, simulated((q, k, zero, [group], *rest)))
+        specified = [
+            reference.paged_attention(Attention(q, k, values, [group], *rest))
+            for values in (bad[1], zero)
+        ]
+        assert mx.array_equal(*specified)
 
 
 # Rows on both sides of parts' bounds, of a window's and of a block's.

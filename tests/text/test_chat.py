@@ -228,6 +228,9 @@ def test_template_variables(tmp_path: Path) -> None:
         RejectedRequest, match=r"chat_template_kwargs\.messages is set by the server"
     ):
         render_chat(loud, [user("A")], messages=[])
+    for name in "self", "raise_exception", "strftime_now":
+        with pytest.raises(RejectedRequest, match=rf"chat_template_kwargs\.{name} is set"):
+            render_chat(loud, [user("A")], **{name: 1})
 
 
 def test_reasoning_and_names_reach_the_template(tmp_path: Path) -> None:

@@ -244,6 +244,27 @@ def test_a_grammar_of_the_clients_own(agent: Grammars) -> None:
             agent.compiled(wrong, False, "grammar")
 
 
+def test_a_grammar_that_takes_long_to_compile_is_compiled_once(
+    agent: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling it again would hold up all answers. So no draft is tried under it, which may make
+    that necessary, and a failure ends the answer."""
+    monkeypatch.setattr(grammar, "RESTART_S", 0.0)
+    matcher = by(agent, {"type": "object", "properties": {"long": {"const": 5}}})()
+    a, brace = (encode(agent.tokenizer, char, special=False) for char in "a{")
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(grammar.Vocabulary, "compile", fails)
+    assert matcher.forced(9) == [] and len(matcher.masks(brace)) == 1
+    with pytest.raises(RuntimeError, match="send a smaller one"):
+        matcher.take(a)
+    other = by(agent, {"type": "object", "properties": {"long": {"const": 5}}})()
+    other.take(brace)
+    assert ids(other.masks([])[0])
+
+
 def test_a_grammar_that_branches_without_end_does_not_hold_up_others(agent: Grammars) -> None:
     matcher = agent.compiled('start: s\ns: s s s | "a" | "b" |', False, "g")()
     a = encode(agent.tokenizer, "a", special=False)

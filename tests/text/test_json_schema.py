@@ -431,3 +431,27 @@ def test_other_tokenizers(made: dict[str, Grammars], kind: str) -> None:
             json_of(g, {"const": 5})
     else:
         assert "hello" in walk(g, json_of(g, {"const": "hello"}), 1)
+
+
+def _patterned(count: int, objects: int = 1) -> dict[str, Any]:
+    made = [
+        {"type": "object", "patternProperties": {f"^a{i}_{j}$": {} for i in range(count)}}
+        for j in range(objects)
+    ]
+    return {"type": "object", "properties": {f"k{j}": each for j, each in enumerate(made)}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _patterned(65),
+        _patterned(33, 20),
+        {"type": "object", "properties": {f"k{i}": {} for i in range(2001)}},
+        {"anyOf": [{"properties": {f"k{i}": {} for i in range(1001)}} for _ in range(2)]},
+    ],
+    ids=["in one object", "in all objects", "properties", "properties of branches"],
+)
+def test_many_names_are_refused_before_they_are_compiled(schema: Any) -> None:
+    with pytest.raises(RejectedRequest, match="send fewer"):
+        json_rule(schema, "schema")
+    json_rule(_patterned(64, 10), "schema")

@@ -82,6 +82,8 @@ class Store:
 
     def resolve(self, items: list[Json]) -> None:
         """Replace each item_reference by the item it names. Raises ApiError 404."""
+        if not any(item.get("type") == "item_reference" for item in items):
+            return
         stored: Json = {}
         for response, before, _ in self._stored.values():
             stored |= {item["id"]: item for item in [*before, *response["output"]]}

@@ -74,6 +74,7 @@ class Pass:
 
     def submit(self, out: Array | tuple[()] = ()) -> None:
         """Start to compute the output of a pass; where there is none, its K and V."""
+        self.view.last_keys = None
         # A pool that is named would be copied by the next pass.
         pools = pools_of(self.pages)
         mx.async_eval(out if len(out) else [pool.flatten()[:1] + 0 for pool in pools])

@@ -28,6 +28,7 @@ MAX_DIGITS = 32  # in a row where no letter may come: a number that is longer wo
 MAX_RESTARTS = 2  # of one answer
 SLOW_S = 0.05  # a mask takes a hundredth of that
 MAX_SLOW = 16  # slow masks of one answer
+RESTART_S = 0.05  # a grammar that takes longer to compile is never compiled while an answer runs
 # Keywords by which an object may have more properties than it lists.
 OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
 
@@ -43,7 +44,10 @@ class Grammars:
     tokenizer: TokenizerWrapper
     vocab: int
     _vocabulary: "Vocabulary | None" = None
-    _compiled: OrderedDict[tuple[str, bool | None], LLMatcher] = field(default_factory=OrderedDict)
+    # With the seconds of CPU that it takes to compile.
+    _compiled: OrderedDict[tuple[str, bool | None], tuple[LLMatcher, float]] = field(
+        default_factory=OrderedDict
+    )
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
         """The Lark rule of calls of these tools, or only of the one called `name`: JSON objects
@@ -106,14 +110,17 @@ class Grammars:
                 raise rejected(where, f"{why}; leave it out") from error
         vocabulary, key = self._vocabulary, (lark, thinking)
         compile_again = partial(vocabulary.compile, lark, thinking, where)
-        matcher = self._compiled.pop(key, None)
+        matcher, seconds = self._compiled.pop(key, (None, 0.0))
         if matcher is None or _warm_error(matcher):  # copies share a lexer, and so an error
+            began = time.thread_time()
             matcher = compile_again()
-        self._compiled[key] = matcher
+            seconds = time.thread_time() - began
+        self._compiled[key] = matcher, seconds
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         own = matcher.deep_copy()  # the cached one may be in use here when the engine makes more
-        return lambda: GrammarMatcher(own.deep_copy(), compile_again, vocabulary)
+        quick = seconds < RESTART_S
+        return lambda: GrammarMatcher(own.deep_copy(), compile_again, vocabulary, quick)
 
 
 class Vocabulary:
@@ -175,15 +182,21 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class GrammarMatcher:
-    """The matcher of one answer. `_compile_again` compiles its grammar once more."""
+    """The matcher of one answer. `_compile_again` compiles its grammar once more, which is done
+    only where it is `_quick`: it holds up all answers. Else a draft, which may make it necessary,
+    is never tried."""
 
     _inner: LLMatcher
     _compile_again: Callable[[], LLMatcher]
     _vocabulary: Vocabulary
+    _quick: bool = True
     _consumed: list[int] = field(default_factory=list)
     _restarts: int = 0
     _slow: int = 0
-    _drafts: bool = True  # until one fails or is slow: plain decoding may never meet that
+    _drafts: bool = field(init=False)  # until one fails or is slow: plain decoding may never
+
+    def __post_init__(self) -> None:
+        self._drafts = self._quick
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """The masks of the next token and of those after each drafted token that is allowed:
@@ -224,6 +237,8 @@ class GrammarMatcher:
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens of the only text that can follow; another spelling may be allowed."""
+        if not self._drafts:
+            return []
         try:
             found = self._inner.compute_ff_tokens()[:most]
             return found and found[: len(self.masks(found)) - 1]
@@ -242,6 +257,8 @@ class GrammarMatcher:
         return act()
 
     def _restart(self) -> None:
+        if not self._quick:
+            raise RuntimeError("it is too large to begin again; send a smaller one")
         self._restarts += 1
         self._inner = self._compile_again()
         if not self._inner.consume_tokens(self._consumed):

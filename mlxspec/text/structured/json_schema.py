@@ -24,6 +24,9 @@ MAX_LEVELS = 1000  # of all $ref targets: llguidance recurses, 3,000 overran its
 MAX_INT = 1 << 53  # llguidance computes with floats: a larger integer becomes its neighbour
 MAX_MULTIPLE = 10_000  # an automaton state per remainder: 9,999,991 took 264 s and 5.6 GB
 MAX_SHIFTED = 1e14  # an integer with a half beyond has more digits than floats hold
+# llguidance's time grows with the square of these, or faster: 360 patterns in one object took 21 s.
+MAX_NAMES = 2000  # of properties, in all
+MAX_NAME_PATTERNS, MAX_ALL_PATTERNS = 64, 640  # of patternProperties, in one object and in all
 MAX_PATTERNS = 12  # on one string: the automaton is a product over them, 24 took minutes
 EXACT_HINT = "send integers up to 2^53 and other numbers with up to 15 digits"
 
@@ -191,9 +194,19 @@ def _bound(key: str, bound: float) -> float:
 
 
 def _check_patterns(nodes: Nodes, where: str) -> None:
-    """Refuses many patterns that may meet on one string."""
+    """Refuses many patterns that may meet on one string, and many names."""
+    names = patterned = 0
     combined = False
     for node in nodes:
+        names += _count(node.get("properties"))
+        here = _count(node.get("patternProperties"))
+        patterned += here
+        if here > MAX_NAME_PATTERNS or patterned > MAX_ALL_PATTERNS or names > MAX_NAMES:
+            why = (
+                f"has more than {MAX_NAMES} properties, or {MAX_ALL_PATTERNS} patternProperties,"
+                f" or {MAX_NAME_PATTERNS} of these in an object; send fewer"
+            )
+            raise rejected(where, why)
         keys = node.keys()
         if "allOf" in keys or (keys & BRANCHES and len(keys & APPLIED) > 1):
             combined = True
@@ -201,6 +214,10 @@ def _check_patterns(nodes: Nodes, where: str) -> None:
     if combined and len(patterns) > MAX_PATTERNS:
         why = f"combines schemas with more than {MAX_PATTERNS} patterns; leave some out"
         raise rejected(where, why)
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, dict) else 0
 
 
 def _digits(number: float) -> int:

@@ -269,6 +269,7 @@ def test_a_drafter_that_raises_is_left_out(
     async def main() -> None:
         (engine,) = worker._manager._engines()
         before = await ask()
+        await until(lambda: not engine.idle_work)  # then it drafts
         engine.trace = lambda *_: setattr(fault, "armed", engine.counters["steps"] > steps + 3)
         steps = engine.counters["steps"]
         after = await ask()

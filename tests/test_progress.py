@@ -122,7 +122,7 @@ def test_what_is_logged_stands_above_the_bar() -> None:
     assert "Measuring" in written and "Loading" in written, "no bar was shown"
     lines = scrolled(written)
     texts = [re.sub(r"^\d\d:\d\d:\d\d (INFO|WARNING|ERROR) +", "", line) for line in lines]
-    trace = texts.index("Traceback (most recent call last):")
+    trace = texts.index("  Traceback (most recent call last):")
     assert texts[:trace] == [
         "before",
         "not shown yet",
@@ -132,7 +132,7 @@ def test_what_is_logged_stands_above_the_bar() -> None:
         "an error",
         "it failed",
     ]
-    end = texts.index("ZeroDivisionError: division by zero")
+    end = texts.index("  ZeroDivisionError: division by zero")
     assert texts[end + 1 :] == ["between", "of the second", "after", ""]
 
 

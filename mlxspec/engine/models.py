@@ -134,9 +134,10 @@ class ModelManager:
         for engine in self._engines():
             try:
                 engine.work_idle(check)
-            except RankLost:
-                raise
-            except Exception:
+            except Exception as error:
+                told = self.ranks.explain(error)
+                if isinstance(told, RankLost):
+                    raise told from error
                 log.exception("measuring failed; the next start tries it again")
                 engine.idle_work = None
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlxspec.cache.prefix import KVCacheManager
 from mlxspec.config import Config
-from mlxspec.engine import loader, memory
+from mlxspec.engine import budget, loader, memory
 from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
@@ -50,6 +50,7 @@ def test_the_first_prompt_shows_what_rows_cost(
 ) -> None:
     """And the next start knows it. The time of 64 rows is not taken for that of 128."""
     monkeypatch.setattr(KVCacheManager, "limit_rows", lambda self, seq, rows: min(rows, cut))
+    monkeypatch.setattr(budget, "SLOW", math.inf)  # however slow this machine is
     options = settings(cache_dir=str(cache))
     first, _ = load_engine(path, "tiny", options)
     assert not first.scheduler.prefill_budget.measured

@@ -54,9 +54,11 @@ def test_the_first_prompt_shows_what_rows_cost(
     options = settings(cache_dir=str(cache))
     first, _ = load_engine(path, "tiny", options)
     assert not first.scheduler.prefill_budget.measured
-    for n in range(2):
+    for n in range(8):  # two are enough, unless other programs disturb a step
         first.add(tiny.request(f"r{n}", range(n, n + 500), 2))
         tiny.run(first)
+        if n and len(first.scheduler.prefill_budget.measured) >= sizes:
+            break
     known = first.scheduler.prefill_budget.measured
     assert len(known) == sizes and min(map(min, known)) > 0
     second, _ = load_engine(path, "tiny", options)

@@ -330,3 +330,14 @@ def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0
 
 def tokens(outputs: Iterable[Output], name: str, index: int = 0) -> list[int]:
     return [t for o in outputs if o.request == name and o.index == index for t in o.tokens]
+
+
+def answers_after(first: list[int], m: nn.Module, kind: str) -> list[list[int]]:
+    """Two answers from a pool of so few blocks that they use the slots of the prompt `first`."""
+    e = engine(m, block=8, blocks=4, kv_bits=kv_bits(kind))
+    e.add(request("first", first, 4))
+    run(e)
+    e.add(request("a", [5, 6, 7], 12))
+    e.add(request("b", [9, 8, 7, 6], 4))
+    outputs = run(e)
+    return [tokens(outputs, name) for name in "ab"]

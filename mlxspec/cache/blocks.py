@@ -6,6 +6,7 @@ full, committed blocks have one. Block 0 is the null block: padding points there
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import takewhile
 from operator import eq
@@ -117,6 +118,16 @@ class BlockPool:
         if n > len(self.free_blocks):
             return None
         return [self._allocate_one() for _ in range(n)]
+
+    @contextmanager
+    def lent(self, tokens: int) -> Iterator[list[int]]:
+        """Blocks for so many tokens, as far as they are free, until the `with` ends."""
+        needed = -(-tokens // self.block_size)
+        table = self.allocate(min(needed, len(self.free_blocks))) or []
+        try:
+            yield table
+        finally:
+            self.free(table)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block; an idle one keeps its content."""

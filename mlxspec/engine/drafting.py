@@ -53,11 +53,7 @@ class Drafting:
     context: int = 0  # the small model's
     fit: LayoutChoice | None = None  # the small model's
     nbytes: int = 0  # of the weights
-
-    @property
-    def key(self) -> str:
-        """The fingerprint of what drafts."""
-        return fingerprint(self.path, {})
+    key: str = ""  # the fingerprint of what drafts, once it is attached
 
     def cases(self, config: Config) -> list[Case]:
         """The kernels to verify for it, once it is fitted."""
@@ -164,20 +160,19 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
     if not head:
         return None
     drafter = HeadDrafter(head, engine.runner)
-    table = pool.allocate(min(len(pool.free_blocks), -(-2 * MORE // pool.block_size))) or []
+    drafting.key = fingerprint(drafting.path, {})
     try:
-        drafter.make_one(table)
-        if kv.states is not None:
-            # Shows what a state holds before one comes from the disk.
-            time_step(engine.runner, table, 1, 1)
+        with pool.lent(2 * MORE) as table:
+            drafter.make_one(table)
+            if kv.states is not None:
+                # Shows what a state holds before one comes from the disk.
+                time_step(engine.runner, table, 1, 1)
     except Exception:  # mlx-lm's modules with the head's weights
         if not drafting.head:
             raise
         log.exception("decoding without a head: it cannot run")
         drafter.detach()
         return None
-    finally:
-        pool.free(table)
     kv.rereads = head.slot_offset > 0 and head.kv_layers > 0 and kv.states is None
     return drafter
 

@@ -121,15 +121,15 @@ class Measuring:
 
     def _measure_costs(self, proposer: Proposer, check: Check) -> None:
         """What a step costs with the kernels in use, and a draft; then drafting starts."""
-        cache = self.cache
+        cache, pool = self.cache, self.engine.scheduler.pool
         if not self._known:
             self._calibration = self._calibration or Calibration(self.engine.runner, self.contexts)
-            with self._blocks(self.contexts[1] + MORE) as table:
+            with pool.lent(self.contexts[1] + MORE) as table:
                 with progress("Measuring steps") as report:
                     cache.costs = self._calibration.run(table, check, report)
             cache.kernels, cache.drafts, self._calibration = kernels_in_use(), {}, None
         if self.head and self.key not in cache.drafts:
-            with self._blocks(self.contexts[0] + MORE) as table:
+            with pool.lent(self.contexts[0] + MORE) as table:
                 cache.drafts = {self.key: self.head.measure(table, check)}
         if proposer.costs is not cache.costs:
             proposer.start(cache.costs)
@@ -145,17 +145,6 @@ class Measuring:
             proposer.drop(head)
             head.detach()
         self._decided(self.head)
-
-    @contextmanager
-    def _blocks(self, tokens: int) -> Iterator[list[int]]:
-        """Blocks for so many tokens, as far as they are free."""
-        pool = self.engine.scheduler.pool
-        needed = -(-tokens // pool.block_size)
-        table = pool.allocate(min(needed, len(pool.free_blocks))) or []
-        try:
-            yield table
-        finally:
-            pool.free(table)
 
     def _choose_tap(self, proposer: Proposer, head: HeadDrafter, check: Check) -> None:
         """Let an MTP head read the hidden state with which drafts are accepted more often, where

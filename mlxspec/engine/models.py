@@ -372,4 +372,4 @@ def release_memory() -> None:
     """Free what is not referenced any more: models are full of cycles, and MLX keeps buffers."""
     gc.collect()
     mx.synchronize()
-    mx.clear_cache()
+    meter.trim()

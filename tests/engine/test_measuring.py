@@ -39,7 +39,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
 
 def interrupted_at(number: int) -> Callable[[], None]:
-    """Somebody waits when this is called for the so manieth time."""
+    """Raises Interrupted at its `number`th call, as if a request waited."""
     calls = iter(range(1, 10**9))
 
     def check() -> None:

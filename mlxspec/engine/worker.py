@@ -41,6 +41,7 @@ RETRY_S = 5  # after which a client may try again when the queue is full
 DRAIN_POLL_S = 0.02
 STOP_S = 30.0  # for the step in progress to end
 MAX_UNREAD = 1 << 14  # outputs that a client may leave unread, per choice; 0.5 to 3 KB each
+QUIET_S = 0.5  # without an order, until an idle engine measures: requests come in groups
 IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
 STOPPING = "the server is stopping"
 
@@ -278,7 +279,7 @@ class Worker:
         if not manager.busy:
             manager.poll()
             self._busy = False
-            timeout = 0.0 if manager.has_idle_work else IDLE_POLL_S
+            timeout = QUIET_S if manager.has_idle_work else IDLE_POLL_S
         orders: list[Callable[[], Outputs]] = []
         with suppress(Empty):
             while True:

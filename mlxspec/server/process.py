@@ -5,6 +5,7 @@ that launchd restarts it. Nothing heavy is imported before BLAS is loaded.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import shlex
@@ -61,7 +62,10 @@ def serve_model(
     for number in _signals():
         signal.signal(number, stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
+        gc.disable()  # imports leave hardly any garbage, and looking for it takes a seventh of them
         app = _load(config, load_on_request)
+        gc.freeze()  # the first collection would walk all of it, beside the first answer
+        gc.enable()
         app.state.server.note = note
         end(serve(app, listener))
 

@@ -65,7 +65,7 @@ def test_every_answer_keeps_to_its_schema(served: tuple[Engine, Any], first: int
     t, wanted, requests = grammars.tokenizer, {}, []
     for i, schema in list(enumerate(some(RUNS)))[first : first + BATCH]:
         wanted[f"{i}"] = schema
-        make = grammars.compiled(grammars.rules([json_rule(schema, "f")]), False, "f")
+        make = grammars.compile(grammars.rules([json_rule(schema, "f")]), False, "f").result()
         ask = f"Answer in JSON by this schema: {json.dumps(schema)[:600]}"
         prompt = tuple(render_chat(t, [{"role": "user", "content": ask}]))
         sampling, ends = Sampling(temperature=1.0, seed=i), frozenset(t.eos_token_ids)
@@ -115,7 +115,7 @@ def test_a_call_that_is_asked_for_is_made(served: tuple[Engine, Any]) -> None:
             100,
             Sampling(seed=i),
             ends,
-            grammar=grammars.compiled(rules, False, "f"),
+            grammar=grammars.compile(rules, False, "f").result(),
         )
         for i in range(8)
     ]

@@ -5,6 +5,7 @@ Rule: everything that can be wrong with a request is found here, before anything
 
 import secrets
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -72,7 +73,7 @@ def chat_generation(generation: Generation, chat: ChatRequest) -> Generation:
     model, body = generation.model, generation.body
     talk, prompt = render_prompt(model, chat)
     request = engine_request(model, body, generation.writer.id, prompt.ids, chat.source)
-    grammar = _grammar(generation, chat, talk, prompt)
+    grammar = generation.grammar = _grammar(generation, chat, talk, prompt)
     request = replace(request, grammar=_limited(model, chat, prompt, grammar))
     tools = [*talk.tools, *chat.deferred]
     if chat.tool_choice == "none":
@@ -186,9 +187,9 @@ def _predicted(model: Model, body: Any) -> tuple[int, ...]:
 
 def _grammar(
     generation: Generation, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
-) -> Make | None:
-    """The grammar of the answer: the required call, which has no format, else the format or, if
-    tools are offered, a call."""
+) -> Future[Make] | None:
+    """The grammar of the answer, which may still be compiling: the required call, which has no
+    format, else the format or, if tools are offered, a call."""
     grammars, form, choice = generation.model.grammars, generation.body.format, chat.tool_choice
     required = choice not in ("auto", "none")
     calls = required or (talk.tools and choice == "auto")
@@ -212,21 +213,21 @@ def _grammar(
             single = name is not None or not generation.body.parallel_tool_calls
             rules.append(grammars.calls(talk.tools, name, single, form.field))
         text = grammars.rules(rules)
-    return grammars.compiled(text, prompt.thinking, form.field)
+    return grammars.compile(text, prompt.thinking, form.field)
 
 
 def _limited(
-    model: Model, chat: ChatRequest, prompt: RenderedPrompt, grammar: Make | None
+    model: Model, chat: ChatRequest, prompt: RenderedPrompt, grammar: Future[Make] | None
 ) -> Make | None:
-    """What makes the answers' matchers: by the grammar, and with no more reasoning than the
-    server's setting, the request and its word of effort all allow."""
+    """What makes the answers' matchers: by the grammar, once it is compiled, and with no more
+    reasoning than the server's setting, the request and its word of effort all allow."""
     tokenizer, effort = model.tokenizer, str(chat.options.get("reasoning_effort"))
     most = min(model.server.config.thinking_budget, chat.budget)
     if not template_reads(tokenizer, "reasoning_effort"):
         most = min(most, EFFORT_TOKENS.get(effort, most))
     if most == UNLIMITED or not tokenizer.has_thinking:
-        return grammar
-    return lambda: ThinkingBudget(tokenizer, most, prompt.thinking, grammar and grammar())
+        return (lambda: grammar.result()()) if grammar else None
+    return lambda: ThinkingBudget(tokenizer, most, prompt.thinking, grammar and grammar.result()())
 
 
 def check_ids(model: Model, ids: Iterable[int], source: str) -> None:

@@ -7,6 +7,7 @@ is aborted, and it is counted and logged once.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model, Row, while_connected
 from mlxspec.server.stream import Choice, Piece, ResponseWriter, Usage
+from mlxspec.text.structured.grammar import Make
 from mlxspec.types import Busy, Output, Request
 
 PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
@@ -40,6 +42,7 @@ class Generation:
     media: str = stream.SSE  # the type of a stream
     requests: list[Request] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    grammar: Future[Make] | None = None  # of the answers, being compiled
     # Called before the last byte is sent: the client's next request may follow at once.
     on_done: Callable[[], None] = lambda: None
     arrived: float = field(default_factory=time.monotonic)
@@ -50,6 +53,8 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises only before the first byte."""
         id = self.writer.id
+        if self.grammar:
+            await while_connected(HttpRequest(scope, receive), asyncio.wrap_future(self.grammar))
         self._submit()
         headers = {"x-request-id": id, "request-id": id}
         self.model.server.live[id] = self._row

@@ -7,7 +7,7 @@ hold.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -202,7 +202,7 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
     """Run `work`; cancel it and raise ClientDisconnect when the client disconnects. The body must
     have been read."""
     job = asyncio.ensure_future(work)

@@ -168,7 +168,7 @@ def test_formats_and_calls_are_enforced_in_their_channels(oss: tuple[Any, Path])
     call = g.calls(TOOLS[:1], None, True, "f")
     seen = set()
     for parts, seed in itertools.product(([rule], [call], [rule, call]), range(6)):
-        make = g.compiled(g.rules(parts), False, "f")
+        make = g.compile(g.rules(parts), False, "f").result()
         tokens = walk(g, make(), random.Random(seed), 60)
         reader = OutputParser(g.tokenizer, TOOLS, False, constrained=True)
         made = reader.feed(text(g, tokens)) + reader.finish()
@@ -182,7 +182,7 @@ def test_formats_and_calls_are_enforced_in_their_channels(oss: tuple[Any, Path])
             )
         seen |= set(kinds)
     assert seen == {"content", "call"}
-    thinks = g.compiled(g.rules([rule, call]), None, "f")
+    thinks = g.compile(g.rules([rule, call]), None, "f").result()
     final = f'{THOUGHT}<|channel|>final<|message|>{{"n": true}}'
     for said, ok in ((final, True), (THOUGHT + CALL, True), (THOUGHT + JSON, False), (JSON, False)):
         ids = encode(g.tokenizer, said, special=False)

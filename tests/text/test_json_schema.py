@@ -71,7 +71,7 @@ def walk(g: Grammars, make: Any, seed: int, soft: int = 40) -> str:
 
 
 def json_of(g: Grammars, schema: Any, thinking: bool | None = False) -> Any:
-    return g.compiled(g.rules([json_rule(schema, "f")]), thinking, "f")
+    return g.compile(g.rules([json_rule(schema, "f")]), thinking, "f").result()
 
 
 numbers = st.one_of(
@@ -226,8 +226,7 @@ def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schem
     ("schema", "said"),
     [
         ({"const": 2**53 + 1}, "2^53"),
-        ({"type": "integer", "multipleOf": 9999991}, "multipleOf"),
-        ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 0}, "multiple of"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         (
             {
@@ -238,10 +237,9 @@ def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schem
             "uniqueItems",
         ),
         ({"properties": {"a": {"$id": "http://x/", "$ref": "#/$defs/a"}}}, "$defs/a"),
-        ({"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(24)]}, "patterns"),
         ({"items": {"items": {"not": {}}}}, "not"),
         ({"$schema": "https://example.com/own", "not": {}}, "not"),
-        (json.loads('{"items":' * 200 + "{}" + "}" * 200), "nested"),
+        (json.loads('{"items":' * 200 + "{}" + "}" * 200), "recursion"),
     ],
 )
 def test_what_llguidance_would_let_pass(made: dict[str, Grammars], schema: Any, said: str) -> None:
@@ -308,22 +306,21 @@ def test_no_key_comes_in_disguise(made: dict[str, Grammars]) -> None:
     [
         "start: a\na[temperature=1]: /x/",
         'start: a "b"\na[max_tokens=3]: /x+/',
-        "start: A\nA: /x+/ & /.*a.{20}b/",
-        "start: A\nA: ~/.*c.{12}/",
-        'start: %json {"multipleOf": 9999991}',
         'start: "\ud800"',
         "start: /(?=a)/",
     ],
 )
 def test_a_clients_grammar_that_is_not_taken(made: dict[str, Grammars], lark: str) -> None:
     with pytest.raises(RejectedRequest):
-        made["plain"].compiled(checked_lark(lark, "grammar"), False, "grammar")
+        made["plain"].compile(checked_lark(lark, "grammar"), False, "grammar").result()
 
 
 def test_a_clients_grammar_that_is(made: dict[str, Grammars]) -> None:
     g = made["plain"]
+    other = g.compile("start: A\nA: /[ab]{7}/ & ~/.*a.*/", False, "f").result()
+    assert walk(g, other, 1) == "b" * 7
     text = 'start: (word "&&")~2 X // & and ~ in a comment\nword: "a"|"b"\nX: /[~&]/\n'
-    assert len(walk(g, g.compiled(checked_lark(text, "f"), False, "f"), 1)) == 7
+    assert len(walk(g, g.compile(checked_lark(text, "f"), False, "f").result(), 1)) == 7
 
 
 def test_a_draft_that_breaks_the_grammar_costs_no_more_than_itself(
@@ -331,10 +328,10 @@ def test_a_draft_that_breaks_the_grammar_costs_no_more_than_itself(
 ) -> None:
     """llguidance's copies share a lexer: what a draft breaks is mended for all of them."""
     g, lark = made["plain"], 'start: "x" | A\nA: "a"{1000000000}'
-    one, other = (g.compiled(lark, False, "f")() for _ in range(2))
+    one, other = (g.compile(lark, False, "f").result()() for _ in range(2))
     first = one.masks([])
     assert first == one.masks(encode(g.tokenizer, "aaaa", special=False))[:1]
-    for matcher in (one, other, g.compiled(lark, False, "f")()):
+    for matcher in (one, other, g.compile(lark, False, "f").result()()):
         assert matcher.masks([]) == first
         matcher.take(encode(g.tokenizer, "x", special=False))
         assert set(ids(matcher.masks([])[0])) == set(g.tokenizer.eos_token_ids)
@@ -405,7 +402,7 @@ def test_calls_are_read_by_their_parsers(
     ]
     for name in ("agent", "coder", "mistral", "mistral_list"):
         g = made[name]
-        make = g.compiled(g.rules([g.calls(tools, None, single, "t")]), False, "t")
+        make = g.compile(g.rules([g.calls(tools, None, single, "t")]), False, "t").result()
         try:
             text = walk(g, make, seed)
         except TimeoutError:
@@ -431,27 +428,3 @@ def test_other_tokenizers(made: dict[str, Grammars], kind: str) -> None:
             json_of(g, {"const": 5})
     else:
         assert "hello" in walk(g, json_of(g, {"const": "hello"}), 1)
-
-
-def _patterned(count: int, objects: int = 1) -> dict[str, Any]:
-    made = [
-        {"type": "object", "patternProperties": {f"^a{i}_{j}$": {} for i in range(count)}}
-        for j in range(objects)
-    ]
-    return {"type": "object", "properties": {f"k{j}": each for j, each in enumerate(made)}}
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        _patterned(65),
-        _patterned(33, 20),
-        {"type": "object", "properties": {f"k{i}": {} for i in range(2001)}},
-        {"anyOf": [{"properties": {f"k{i}": {} for i in range(1001)}} for _ in range(2)]},
-    ],
-    ids=["in one object", "in all objects", "properties", "properties of branches"],
-)
-def test_many_names_are_refused_before_they_are_compiled(schema: Any) -> None:
-    with pytest.raises(RejectedRequest, match="send fewer"):
-        json_rule(schema, "schema")
-    json_rule(_patterned(64, 10), "schema")

@@ -101,7 +101,7 @@ def test_a_grammar_applies_after_the_reasoning(
     """Drawn evenly from what may come, the reasoning opened and never ended by the model."""
     grammars, rng = Grammars(agent, VOCAB), Random(seed)
     schema = {"enum": ["hello", {"a": [1, 2]}]}
-    make = grammars.compiled(grammars.rules([json_rule(schema, "f")]), thinking, "f")
+    make = grammars.compile(grammars.rules([json_rule(schema, "f")]), thinking, "f").result()
     budget = ThinkingBudget(agent, most, thinking, make())
     opener, [end] = encode(agent, "<think>", special=False), agent.think_end_tokens
     made = [] if thinking else [*opener]

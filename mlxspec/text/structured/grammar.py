@@ -8,26 +8,30 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 
-from llguidance import LLMatcher
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Tools, rejected
 from mlxspec.text.output_parser import FUNCTION_CALL, NEXT_MESSAGE, is_harmony
-from mlxspec.text.structured.json_schema import LIMITS, first_line, json_rule
+from mlxspec.text.structured.json_schema import first_line, json_rule
+from mlxspec.text.structured.trial import Trial, compiled, warm_error
 from mlxspec.types import Json
 
 MAX_COMPILED = 32  # grammars in the cache
+MAX_COMPILING = 4  # grammars at once
 MAX_BYTES = 1 << 19  # of a grammar
 MAX_BLANKS = 4  # characters of white space between reasoning and answer
 MAX_DIGITS = 32  # in a row where no letter may come: a number that is longer would never end
 MAX_RESTARTS = 2  # of one answer
-SLOW_S = 0.05  # a mask takes a hundredth of that
-MAX_SLOW = 16  # slow masks of one answer
+SLOW_S = 0.05  # on a CPU; a mask takes a hundredth of that
+MAX_SLOW = 8  # slow masks of one answer
 RESTART_S = 0.05  # a grammar that takes longer to compile is never compiled while an answer runs
 # Keywords by which an object may have more properties than it lists.
 OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
@@ -38,16 +42,21 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Grammars:
-    """Compiles grammars for one tokenizer. Used by one thread; the matchers it returns may run on
-    another. `vocab` is the width of the logits. Raises RejectedRequest for the field `where`."""
+    """Compiles grammars for one tokenizer, each on a thread that holds up only other grammars, and
+    after a trial. Used by one thread; the matchers that it makes may run on another. `vocab` is the
+    width of the logits. Raises RejectedRequest for the field `where`."""
 
     tokenizer: TokenizerWrapper
     vocab: int
     _vocabulary: "Vocabulary | None" = None
-    # With the seconds of CPU that it takes to compile.
-    _compiled: OrderedDict[tuple[str, bool | None], tuple[LLMatcher, float]] = field(
+    _compiled: OrderedDict[tuple[str, bool | None], "CompiledGrammar"] = field(
         default_factory=OrderedDict
     )
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(MAX_COMPILING, "grammar")
+    )
+    _lock: Lock = field(default_factory=Lock)  # of the cache
+    _building: Lock = field(default_factory=Lock)  # of the vocabulary
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
         """The Lark rule of calls of these tools, or only of the one called `name`: JSON objects
@@ -99,28 +108,43 @@ class Grammars:
         ways = " | ".join(f"way{i}" for i in range(len(lines)))
         return "\n".join([f"start: {ways}", *lines])
 
-    def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
-        """A function that makes a matcher for one answer. `thinking`: the prompt has opened the
-        reasoning; None: the answer may open it."""
-        if self._vocabulary is None:
-            try:
-                self._vocabulary = Vocabulary(self.tokenizer, self.vocab)
-            except BaseException as error:  # a panic of Rust code is no Exception
-                why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
-                raise rejected(where, f"{why}; leave it out") from error
-        vocabulary, key = self._vocabulary, (lark, thinking)
-        compile_again = partial(vocabulary.compile, lark, thinking, where)
-        matcher, seconds = self._compiled.pop(key, (None, 0.0))
-        if matcher is None or _warm_error(matcher):  # copies share a lexer, and so an error
-            began = time.thread_time()
-            matcher = compile_again()
-            seconds = time.thread_time() - began
-        self._compiled[key] = matcher, seconds
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        own = matcher.deep_copy()  # the cached one may be in use here when the engine makes more
-        quick = seconds < RESTART_S
-        return lambda: GrammarMatcher(own.deep_copy(), compile_again, vocabulary, quick)
+    def compile(self, lark: str, thinking: bool | None, where: str) -> Future[Make]:
+        """What makes a matcher for each answer, once it is compiled. `thinking`: the prompt has
+        opened the reasoning; None: the answer may open it."""
+        known = self._known(lark, thinking)
+        if not known:
+            return self._threads.submit(self._compile, lark, thinking, where)
+        done: Future[Make] = Future()
+        done.set_result(known)
+        return done
+
+    def _known(self, lark: str, thinking: bool | None) -> Make | None:
+        """What makes matchers by a grammar in the cache, unless that has failed: copies share a
+        lexer, and so an error."""
+        with self._lock:  # no other thread may copy a matcher that computes
+            known = self._compiled.get((lark, thinking))
+            if known is None or warm_error(known.matcher):
+                return None
+            self._compiled.move_to_end((lark, thinking))
+            # The one in the cache may compute here while the engine makes more.
+            return replace(known, matcher=known.matcher.deep_copy()).make
+
+    def _compile(self, lark: str, thinking: bool | None, where: str) -> Make:
+        with self._building:
+            self._vocabulary = self._vocabulary or self._read_vocabulary(where)
+        made = self._vocabulary.compiled(lark, thinking, where)
+        with self._lock:
+            self._compiled[lark, thinking] = made
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return self._known(lark, thinking) or made.make
+
+    def _read_vocabulary(self, where: str) -> "Vocabulary":
+        try:
+            return Vocabulary(self.tokenizer, self.vocab)
+        except BaseException as error:  # a panic of Rust code is no Exception
+            why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
+            raise rejected(where, f"{why}; leave it out") from error
 
 
 class Vocabulary:
@@ -136,7 +160,12 @@ class Vocabulary:
         if not ends:
             raise ValueError("no token ends an answer")
         self._tokenizer, self._eos = tokenizer, sorted(ends)
-        self.inner = from_tokenizer(tokenizer._tokenizer, eos_token=self._eos)
+        read = copy(tokenizer._tokenizer.backend_tokenizer)
+        read.no_padding()
+        read.no_truncation()
+        text = read.to_str()  # with the added tokens, unlike tokenizer.json
+        self.inner = LLTokenizer(text, eos_token=self._eos)
+        self._trial = Trial(text, self._eos)
         self.size = -(-vocab // 8)  # of a mask, in bytes
         self.every = (1 << min(self.inner.vocab_size, vocab)) - 1
         self.ends = _bits(ends)
@@ -163,72 +192,92 @@ class Vocabulary:
             think = f"({opener}{think})?"
         return f"start: {think} @answer\nBLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
 
-    def compile(self, lark: str, thinking: bool | None, where: str) -> LLMatcher:
-        """The matcher of a grammar of this field. Raises RejectedRequest."""
+    def compiled(self, lark: str, thinking: bool | None, where: str) -> "CompiledGrammar":
+        """A grammar of this field, tried out first. Raises RejectedRequest."""
         if len(lark) > MAX_BYTES:
             raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
+        seconds = 0.0
         for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
-            parts = [
-                {"lark_grammar": self.reasoning(before)},
-                {"name": "answer", "lark_grammar": lark},
-            ]
-            grammar = json.dumps({"grammars": parts})
-            matcher = LLMatcher(self.inner, grammar, log_level=0, limits=LIMITS)
-            problem = _warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
+            whole = self._whole(lark, before)
+            taken, problem = self._trial.run(whole)
             if problem:
                 raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
-        return matcher
+            seconds += taken
+        again = partial(compiled, self.inner, whole)
+        matcher = again()
+        warm_error(matcher)
+        return CompiledGrammar(matcher, again, self, seconds < RESTART_S)
+
+    def _whole(self, lark: str, thinking: bool | None) -> str:
+        """A grammar with the reasoning before it, as llguidance takes it."""
+        parts = [
+            {"lark_grammar": self.reasoning(thinking)},
+            {"name": "answer", "lark_grammar": lark},
+        ]
+        return json.dumps({"grammars": parts})
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar, from whose `matcher` those of answers are copied. `again` compiles it once more,
+    while answers run only where that is `quick`: it holds up all of them."""
+
+    matcher: LLMatcher
+    again: Callable[[], LLMatcher]
+    vocabulary: Vocabulary
+    quick: bool
+
+    def make(self) -> "GrammarMatcher":
+        """The matcher of one answer."""
+        return GrammarMatcher(self, self.matcher.deep_copy())
 
 
 @dataclass(slots=True)
 class GrammarMatcher:
-    """The matcher of one answer. `_compile_again` compiles its grammar once more, which is done
-    only where it is `_quick`: it holds up all answers. Else a draft, which may make it necessary,
-    is never tried."""
+    """The matcher of one answer. Where its grammar is not quick, a draft, after which it may have
+    to be compiled again, is never tried."""
 
+    _grammar: CompiledGrammar
     _inner: LLMatcher
-    _compile_again: Callable[[], LLMatcher]
-    _vocabulary: Vocabulary
-    _quick: bool = True
     _consumed: list[int] = field(default_factory=list)
     _restarts: int = 0
     _slow: int = 0
     _drafts: bool = field(init=False)  # until one fails or is slow: plain decoding may never
 
     def __post_init__(self) -> None:
-        self._drafts = self._quick
+        self._drafts = self._grammar.quick
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """The masks of the next token and of those after each drafted token that is allowed:
         `len(masks) - 1` are. Bit i % 8 of byte i // 8 allows token i."""
-        known, began, start = self._vocabulary, time.perf_counter(), len(self._consumed)
-        rows = [self._retried(self._mask)]
-        if time.perf_counter() - began > SLOW_S:
+        known, began = self._grammar.vocabulary, time.thread_time()
+        rows = [self._retried(lambda: self._mask(self._inner, self._consumed))]
+        if time.thread_time() - began > SLOW_S:
             self._slow += 1
         if self._slow >= MAX_SLOW:  # it would hold up the other answers
             raise RuntimeError("masks take long: too many ways to read the text; send fewer")
+        # Not rolled back: llguidance's rollback loses what special tokens have changed.
+        ahead, read = self._inner.deep_copy(), self._consumed.copy()
         try:
             for token in draft if self._drafts else ():
                 if not rows[-1] & ~known.ends & 1 << token:
                     break
-                self._consume(token)
-                rows.append(self._mask())
-                if time.perf_counter() - began > SLOW_S:
+                _consume(ahead, token)
+                read.append(token)
+                rows.append(self._mask(ahead, read))
+                if time.thread_time() - began > SLOW_S:
                     self._drafts = False
                     break
-            self._inner.rollback(len(self._consumed) - start)
-            del self._consumed[start:]
         except RuntimeError:
             self._drafts = False
-            del self._consumed[start:]
-            self._restart()
         return [row.to_bytes(known.size, "little") for row in rows]
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance over sampled tokens."""
         for token in tokens:
-            if not self._vocabulary.ends >> token & 1:
-                self._retried(partial(self._consume, token))
+            if not self._grammar.vocabulary.ends >> token & 1:
+                self._retried(partial(self._advance, token))
+                self._consumed.append(token)
 
     def restricts(self, ahead: int) -> bool:
         """Whether the next token, or one of the `ahead` tokens after it, may not be any: masks
@@ -253,35 +302,27 @@ class GrammarMatcher:
         except RuntimeError as error:
             if "items" in str(error) or self._restarts >= MAX_RESTARTS:
                 raise  # too many items: of this answer itself, and the same every time
-        self._restart()
-        return act()
-
-    def _restart(self) -> None:
-        if not self._quick:
+        if not self._grammar.quick:
             raise RuntimeError("it is too large to begin again; send a smaller one")
         self._restarts += 1
-        self._inner = self._compile_again()
-        if not self._inner.consume_tokens(self._consumed):
-            raise self._failure()
+        self._inner = self._grammar.again()
+        for token in self._consumed:
+            _consume(self._inner, token)
+        return act()
 
-    def _failure(self) -> RuntimeError:
-        return RuntimeError(first_line(self._inner.get_error()))
+    def _advance(self, token: int) -> None:
+        _consume(self._inner, token)
 
-    def _consume(self, token: int) -> None:
-        if not self._inner.consume_token(token):
-            raise self._failure()
-        self._consumed.append(token)
-
-    def _mask(self) -> int:
-        known = self._vocabulary
-        raw = self._inner.compute_bitmask()
-        if self._inner.is_error():
-            raise self._failure()
+    def _mask(self, matcher: LLMatcher, read: Sequence[int]) -> int:
+        known = self._grammar.vocabulary
+        raw = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _failure(matcher)
         mask = int.from_bytes(raw, "little") & known.every
         if mask >> known.letter & 1:
             return mask
         digits = 0
-        for token in reversed(self._consumed):
+        for token in reversed(read):
             if token not in known.digits or digits >= MAX_DIGITS:
                 break
             digits += known.digits[token]
@@ -289,11 +330,13 @@ class GrammarMatcher:
         return ended if digits >= MAX_DIGITS and ended else mask
 
 
-def _warm_error(matcher: LLMatcher) -> str:
-    """The error of a matcher, "" if there is none. The first mask warms the lexer, and finds what
-    can never be met."""
-    matcher.compute_bitmask()
-    return str(matcher.get_error())
+def _consume(matcher: LLMatcher, token: int) -> None:
+    if not matcher.consume_token(token):
+        raise _failure(matcher)
+
+
+def _failure(matcher: LLMatcher) -> RuntimeError:
+    return RuntimeError(first_line(matcher.get_error()))
 
 
 def _bits(tokens: Iterable[int]) -> int:

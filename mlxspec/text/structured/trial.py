@@ -1,0 +1,171 @@
+"""Compiles a client's grammar in a process of its own first: one that takes too long or too much
+memory, or overruns a stack, ends there and nowhere else.
+
+A `Trial` keeps one small process per tokenizer (this module, run by itself), which imports neither
+MLX nor transformers. It forks for each grammar, so its vocabulary is read once.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_CPU_S = 3  # of one grammar
+MAX_S = 10  # by the clock: others may run beside it
+MAX_MEMORY = 1 << 30  # bytes, beyond what the process has to begin with
+WATCH_S = 0.02  # between two looks at these
+STACK = 4 << 20  # bytes; the server's threads have twice as much
+IDLE_S = 120.0  # without a grammar, until the process ends: it keeps the vocabulary in memory
+ENDING_S = 0.1  # from the end of its sockets to that of the process
+NICE = 5  # answers go first
+COMMAND = (sys.executable, "-P", "-m", "mlxspec.text.structured.trial")
+# llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 30 ms a mask.
+LIMITS = LLParserLimits(
+    verbose_errors=False, max_items_in_row=20_000, max_lexer_states=60_000, step_max_items=10_000
+)
+
+
+def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """The matcher of a grammar, with or without a `problem`."""
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+
+
+def problem(matcher: LLMatcher) -> str:
+    """Why a new matcher cannot be used, "" if it can."""
+    return warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
+
+
+def warm_error(matcher: LLMatcher) -> str:
+    """The error of a matcher, "" if there is none. The first mask warms the lexer, and finds what
+    can never be met."""
+    matcher.compute_bitmask()
+    return str(matcher.get_error())
+
+
+class Trial:
+    """Tries grammars for one tokenizer, `vocabulary` in the JSON of Hugging Face's tokenizers with
+    the end tokens `eos`. For several threads at once."""
+
+    def __init__(self, vocabulary: str, eos: list[int]) -> None:
+        self._tokenizer = json.dumps([vocabulary, eos]).encode()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: Any = None  # a socket to it
+        self._end: Callable[[], object] = lambda: None
+
+    def run(self, grammar: str) -> tuple[float, str]:
+        """The CPU seconds that a grammar takes to compile, and why it cannot be used, "" if it
+        can."""
+        said = self._ask(grammar.encode())
+        if not said and self._ended():
+            said = self._ask(grammar.encode())
+        if not said:
+            limits = f"{MAX_CPU_S} s or {MAX_MEMORY >> 20} MiB"
+            return MAX_CPU_S, f"compiling it takes more than {limits}, or too deep a stack"
+        seconds, why = json.loads(said)
+        return float(seconds), str(why)
+
+    def _ended(self) -> bool:
+        """Whether the process itself has ended, such as for want of work."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process is None or self._process.wait(ENDING_S) is not None
+        return False
+
+    def _ask(self, grammar: bytes) -> bytes:
+        """What a fork of the process says of a grammar; nothing where that has ended."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(2 * MAX_S)  # the process may have its vocabulary to read
+        with ours, suppress(OSError):
+            with theirs, self._lock:
+                if not self._process or self._process.poll() is not None:
+                    self._start()
+                socket.send_fds(self._control, [b"g"], [theirs.fileno()])
+            ours.sendall(grammar)
+            ours.shutdown(socket.SHUT_WR)
+            return _read(ours)
+        return b""
+
+    def _start(self) -> None:
+        self._end()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
+            )
+        self._end = weakref.finalize(self, _end, self._control, self._process)
+        self._control.sendall(len(self._tokenizer).to_bytes(8, "little") + self._tokenizer)
+
+
+def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+# ---- in the process ----------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Read a tokenizer from standard input, a socket, then fork for each socket that comes."""
+    os.nice(NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the server's terminal
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks need no waiting for
+    with socket.socket(fileno=0) as control:
+        size = int.from_bytes(control.recv(8, socket.MSG_WAITALL), "little")
+        vocabulary, eos = json.loads(control.recv(size, socket.MSG_WAITALL))
+        tokenizer = LLTokenizer(vocabulary, eos_token=eos)
+        control.settimeout(IDLE_S)
+        with suppress(OSError):
+            while fds := socket.recv_fds(control, 1, 1)[1]:
+                if not os.fork():
+                    _try(tokenizer, socket.socket(fileno=fds[0]))
+                os.close(fds[0])
+
+
+def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
+    """Compile the grammar that a socket sends, answer, and exit; without an answer beyond the
+    limits."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    signal.alarm(MAX_S)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic is no line of the server's log
+    grammar, memory = _read(client).decode(), _peak()
+    said: list[Any] = []
+
+    def work() -> None:
+        why = problem(compiled(tokenizer, grammar))
+        said.append([time.process_time(), why])  # of this fork alone
+
+    threading.stack_size(STACK)
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    while worker.is_alive() and _peak() - memory < MAX_MEMORY:
+        worker.join(WATCH_S)
+    if said:
+        client.sendall(json.dumps(said[0]).encode())
+    os._exit(0)
+
+
+def _peak() -> int:
+    """The most memory that this process has had, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _read(sock: socket.socket) -> bytes:
+    """All that comes until the other side ends."""
+    return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+
+
+if __name__ == "__main__":
+    main()

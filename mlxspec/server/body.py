@@ -4,6 +4,7 @@ Rule: an unsupported field that would change the answer is refused by name; any 
 is ignored and reported in the response header `x-mlxspec-ignored`.
 """
 
+import asyncio
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -20,11 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxspec import log
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.state import Model, read_body
-from mlxspec.types import shown
+from mlxspec.server.state import Model
+from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
 LARGE = 1 << 18  # bytes of a body that is not parsed on the event loop
+MAX_BODIES = 8  # of the largest size that are read at the same time, or as many bytes of others
+RETRY_S = 5  # what a client that meets this bound should wait
+BODY_S = 60.0  # to receive a body
 MAX_ITEMS = 10_000  # messages, input items or tools
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -67,6 +71,7 @@ IGNORED = "mlxspec.ignored"  # in a request's scope: unknown fields, and content
 MOST_NAMED = 32  # in the header, and in a line of the log
 
 Body = TypeVar("Body", bound=Strict)
+Data = bytes | bytearray  # JSON
 
 
 def report_ignored(app: ASGIApp) -> ASGIApp:
@@ -87,19 +92,45 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
 
 
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, Model]:
-    """The request's body, and the model that it asks for. Raises ApiError."""
-    data = await read_body(http)
-    state = http.app.state.server
+    """The request's body, and the model that it asks for. Raises ApiError, ClientDisconnect, and
+    Busy where the bodies that are being read are too large together."""
+    state, data = http.app.state.server, bytearray()
     strict = state.config.strict_content == "on"
-    if len(data) < LARGE:
-        body, ignored = parse(kind, data, strict)
-    else:
-        body, ignored = await state.on_text_thread(parse, kind, data, strict)
+    try:
+        await _read(http, data)
+        if len(data) < LARGE:
+            body, ignored = parse(kind, data, strict)
+        else:
+            body, ignored = await state.on_text_thread(parse, kind, data, strict)
+    finally:
+        state.unread -= len(data)
     http.scope[IGNORED] = ignored
     return body, await state.model(getattr(body, "model", None))
 
 
-def parse(kind: type[Body], data: bytes, strict: bool = False) -> tuple[Body, list[str]]:
+async def _read(http: HttpRequest, data: bytearray) -> None:
+    """Read a request's body into `data`. Raises ClientDisconnect, ApiError 413 where it is larger
+    than `max_body_mb` or announced so, and 408 when it takes longer than BODY_S."""
+    state = http.app.state.server
+    most = state.config.max_body_mb << 20
+    why = f"larger than {most >> 20} MiB: send a smaller body, or raise max_body_mb"
+    if int(http.headers.get("content-length", 0)) > most:
+        raise ApiError(413, why)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in http.stream():
+                data += part
+                state.unread += len(part)
+                if len(data) > most:
+                    raise ApiError(413, why)
+                if state.unread > MAX_BODIES * most:
+                    raise Busy(RETRY_S, "other requests have large bodies")
+    except TimeoutError as error:
+        why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
+        raise ApiError(408, why) from error
+
+
+def parse(kind: type[Body], data: Data, strict: bool = False) -> tuple[Body, list[str]]:
     """The validated body, and the names of its unknown fields and of content that was left out;
     `strict`: none is. Raises ApiError 400."""
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
@@ -123,7 +154,7 @@ def validate(kind: type[Body], raw: Any, at: str = "", left_out: list[str] | Non
     """A whole body as JSON, or an object of a body, whose path is `at`. Validators add to
     `left_out` what they leave out; None: they refuse it. Raises ApiError 400."""
     try:
-        if isinstance(raw, bytes):
+        if isinstance(raw, Data):
             return kind.model_validate_json(raw, context=left_out)
         return kind.model_validate(raw)
     except ValidationError as error:

@@ -146,7 +146,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         elif not self.working:
             self._set_timer(min(left, HEAD_S))
         else:
-            self.since = now  # of its body, for which `read_body` has a time of its own
+            self.since = now  # of its body, for which `receive` has a time of its own
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -185,7 +185,7 @@ def serve(app: Starlette, listener: socket.socket) -> int:
 
 async def _serve(app: Starlette, listener: socket.socket) -> int:
     worker, config = app.state.server.worker, app.state.server.config
-    from mlxspec.server.address import tell_who_reaches
+    from mlxspec.server.address import tell_who_reaches, why_not
 
     server = make_server(app, config)
     draining: list[asyncio.Future[None]] = []
@@ -209,8 +209,11 @@ async def _serve(app: Starlette, listener: socket.socket) -> int:
     server.config.callback_notify = check
     for number in _signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    await server.startup([listener])
-    listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
+    try:
+        await server.startup([listener])
+        listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
+    except OSError as error:  # another one listens since it was bound
+        raise ConfigError(why_not(config, error)) from error
     announce(greeting(config, list(worker.models), listener.getsockname()[1]))
     tell_who_reaches(listener, config)
     await server.main_loop()

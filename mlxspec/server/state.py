@@ -33,11 +33,12 @@ T = TypeVar("T")
 STALLED_S = 60.0  # without progress while there is work: longer than any healthy step
 LOADING_S = 600.0  # the same while a model is loading
 POLL_S = 0.5  # between checks that the engine still accepts requests and the client is there
-BODY_S = 60.0  # to receive a request's body
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
 # Beginnings of names that are built into agents; they mean the default model.
 FAMILIES = ("claude-", "gpt-", "text-embedding-")
+
+MAX_NAME = 200  # characters
 
 Row = Json  # figures of one generation, made by Generation._row
 
@@ -76,6 +77,7 @@ class ServerState:
     recorder: Recorder | None = None  # where answers are to be kept for training
     models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: int = 0  # that somebody waits for
+    unread: int = 0  # bytes of bodies that are received and parsed
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
 
     def unwell(self) -> str:
@@ -141,7 +143,8 @@ class ServerState:
             name = name.removesuffix(":latest")  # Ollama's clients add that
         if name in served:
             return str(name)
-        lenient = self.config.strict_model_names == "off"
+        short = name is None or len(name) <= MAX_NAME  # answers repeat it
+        lenient = short and self.config.strict_model_names == "off"
         if name is None or name in ALIASES or (lenient and name.lower().startswith(FAMILIES)):
             return self.worker.info.name
         folder = "models--" + name.replace("/", "--")  # of the hub's cache
@@ -149,7 +152,7 @@ class ServerState:
             if name == str(path) or folder in path.parts:
                 return own
         names = ", ".join(map(repr, served))
-        why = f"model = {name[:200]!r} is not served here; send {names} or 'default'"
+        why = f"model = {name[:MAX_NAME]!r} is not served here; send {names} or 'default'"
         raise ApiError(404, why, param="model", code="model_not_found")
 
     async def model(self, name: str | None) -> Model:
@@ -181,25 +184,6 @@ async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: A
     """Like ServerState.on_text_thread; raises ClientDisconnect."""
     state: ServerState = http.app.state.server
     return await while_connected(http, state.on_text_thread(work, *args))
-
-
-async def read_body(http: HttpRequest) -> bytes:
-    """The request's body. Raises ClientDisconnect, ApiError 413 where it is larger than
-    `max_body_mb` or announced so, and 408 when it takes longer than BODY_S."""
-    most, body = http.app.state.server.config.max_body_mb, bytearray()
-    why = f"larger than {most} MiB: send a smaller body, or raise max_body_mb"
-    if int(http.headers.get("content-length", 0)) > most << 20:
-        raise ApiError(413, why)
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in http.stream():
-                body += part
-                if len(body) > most << 20:
-                    raise ApiError(413, why)
-    except TimeoutError as error:
-        why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
-        raise ApiError(408, why) from error
-    return bytes(body)
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:

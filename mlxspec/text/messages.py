@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from mlxspec.types import InvalidRequest, Json, shown
@@ -224,23 +226,22 @@ def system_as_user(messages: Messages) -> Messages:
 def merged(messages: Messages) -> Messages:
     """Like `system_as_user`, with neighbours of one role joined, except tool results."""
     turns: Messages = []
-    for message in system_as_user(messages):
-        if turns and turns[-1]["role"] == message["role"] != "tool":
-            turns[-1] = _joined(turns[-1], message)
-        else:
-            turns.append(message)
+    for role, group in groupby(system_as_user(messages), itemgetter("role")):
+        some = list(group)
+        turns += some if role == "tool" else [_joined(*some)]
     return turns
 
 
-def _joined(one: Json, other: Json) -> Json:
-    both = {**other, **one}
+def _joined(*turns: Json) -> Json:
+    made: Json = {}
+    for turn in reversed(turns):
+        made |= turn
     for key in ("content", "reasoning_content"):
-        if key in both:
-            texts = (one.get(key), other.get(key))
-            both[key] = "\n\n".join(filter(None, texts))
-    if "tool_calls" in both:
-        both["tool_calls"] = one.get("tool_calls", []) + other.get("tool_calls", [])
-    return both
+        if key in made:
+            made[key] = "\n\n".join(turn[key] for turn in turns if turn.get(key))
+    if "tool_calls" in made:
+        made["tool_calls"] = [call for turn in turns for call in turn.get("tool_calls", ())]
+    return made
 
 
 def without_system(messages: Messages) -> Messages:

@@ -209,7 +209,7 @@ async def test_a_body_in_pieces(tokenizer: Any, model_dir: Any) -> None:
 async def test_a_body_that_never_ends(
     tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.server.state.BODY_S", 0.01)
+    monkeypatch.setattr("mlxspec.server.body.BODY_S", 0.01)
     s = server(tokenizer, model_dir)
     connection = Connection(s.app, CHAT, chunks=[b"{", b""])
     connection._parts = [b"{"]

@@ -5,7 +5,6 @@ is left out of one turn is left out of all later ones.
 """
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
@@ -203,15 +202,17 @@ def _system(blocks: list[Any]) -> list[Json]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _result(block: ToolResult, tools: Mapping[str, Json]) -> Json:
-    """The message of a tool. A tool_reference in it becomes the definition of the tool."""
+def _result(block: ToolResult, tools: Json) -> Json:
+    """The message of a tool. A tool_reference in it becomes the definition of the tool, the first
+    of several to one of `tools`."""
     text = "Error: " if block.is_error else ""
     for part in block.content:
         if part.type == "text":
             text += part.text
-        elif part.tool_name in tools:
-            definition = json.dumps(tools[part.tool_name], ensure_ascii=False)
-            text += f"You can call this tool from now on:\n{definition}\n"
+        elif definition := tools.get(part.tool_name):
+            tools[part.tool_name] = part.tool_name
+            text += "You can call this tool from now on:\n"
+            text += f"{json.dumps(definition, ensure_ascii=False)}\n"
         else:
             text += f"The tool {part.tool_name} is not available.\n"
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

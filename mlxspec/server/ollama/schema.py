@@ -19,7 +19,10 @@ def _turn(message: Any) -> Any:
     """A message of Ollama's as one of OpenAI's."""
     if not isinstance(message, dict):
         return message
-    parts: list[Json] = [{"type": "image"} for _ in listed(message.get("images") or [])]
+    images = listed(message.get("images") or [])
+    if len(images) > MAX_ITEMS:
+        raise ValueError(f"it has more than {MAX_ITEMS} images; send fewer")
+    parts: list[Json] = [{"type": "image"} for _ in images]
     parts.append({"type": "text", "text": message.get("content") or ""})
     said = {"reasoning_content": message.get("thinking"), "name": message.get("tool_name")}
     return {**said, **message, "content": parts}

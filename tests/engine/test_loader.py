@@ -11,9 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxspec.cache.prefix import KVCacheManager
 from mlxspec.config import Config
-from mlxspec.engine import budget, loader, memory
+from mlxspec.engine import loader, memory
 from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
@@ -44,33 +43,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("cut", "sizes"), [(512, 6), (64, 4)])
-def test_the_first_prompt_shows_what_rows_cost(
-    cut: int, sizes: int, path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the next start knows it. The time of 64 rows is not taken for that of 128."""
-    monkeypatch.setattr(KVCacheManager, "limit_rows", lambda self, seq, rows: min(rows, cut))
-    monkeypatch.setattr(budget, "SLOW", math.inf)  # however slow this machine is
-    options = settings(cache_dir=str(cache))
-    first, _ = load_engine(path, "tiny", options)
-    assert not first.scheduler.prefill_budget.measured
-    for n in range(8):  # two are enough, unless other programs disturb a step
-        first.add(tiny.request(f"r{n}", range(n, n + 500), 2))
-        tiny.run(first)
-        if n and len(first.scheduler.prefill_budget.measured) >= sizes:
-            break
-    known = first.scheduler.prefill_budget.measured
-    assert len(known) == sizes and min(map(min, known)) > 0
-    second, _ = load_engine(path, "tiny", options)
-    assert [*map(tuple, second.scheduler.prefill_budget.measured)] == known
-
-
 def test_fixed_rows_are_not_tried(path: Path) -> None:
     e, _ = load_engine(path, "tiny", settings(prefill_budget=16))
     e.add(tiny.request("r", range(1, 41), 2))
     tiny.run(e)
     assert e.counters["steps"] == 4, "three steps read the prompt"
-    assert not e.scheduler.prefill_budget.measured
+    assert not e.scheduler.prefill_budget.largest
 
 
 def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:

@@ -19,7 +19,7 @@ from mlxspec.service.status import Status
 from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.training.run import install
-from mlxspec.training.samples import Sample, SampleFile
+from mlxspec.training.samples import Sample, SampleFile, general_prompts
 from mlxspec.types import UserError
 from tests.heads import kinds
 
@@ -30,7 +30,8 @@ WORDS = ("--tokens", "1500")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None) -> Path:
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
-    monkeypatch.setattr("mlxspec.commands.train.ANSWER", 48)
+    monkeypatch.setattr(train, "ANSWER", 48)
+    monkeypatch.setattr(train, "general_prompts", lambda: general_prompts()[:200])
     return tmp_path / "cache"
 
 

@@ -135,28 +135,28 @@ def train(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1000, metavar="<tokens>", help="How much to learn from.")
+        int, typer.Option(min=1000, metavar="<tokens>", help="Training tokens.")
     ] = 300_000,
     epochs: Annotated[
-        int, typer.Option(min=1, max=20, metavar="<int>", help="How often to learn it.")
+        int, typer.Option(min=1, max=20, metavar="<int>", help="Training epochs.")
     ] = 1,
     draft_vocab_size: Annotated[
         int | None,
         typer.Option(
             min=256,
             metavar="<tokens>",
-            help="How many different tokens it can draft: 16,384, or as many as the head that is"
-            " there; another number makes a new head.",
+            help="Size of the draft vocabulary: 16,384, or that of the head that is there; another"
+            " size makes a new head.",
         ),
     ] = None,
     url: Url = None,
     api_key: Key = None,
 ) -> None:
-    """Make a head that drafts a model's tokens from then on, or go on with the one that it has.
+    """Train a draft head for a model, or resume training one.
 
     It learns from the model's own answers and your files. Nothing leaves this
     machine. While a running server has a request, it waits. Ctrl-C stops, and
-    the same command goes on. Exits with 1 if the head is no better than what
+    the same command resumes. Exits with 1 if the head does not improve on what
     drafts now.
     """
     config = load({"model": model})

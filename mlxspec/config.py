@@ -180,15 +180,14 @@ class Config:
     )
     draft_depth: int = option(
         0,
-        "Tokens that the head or small model drafts in every step, and nothing else drafts; 0: as"
-        " many as pay.",
+        "Fixed draft length of the head or small model; disables other drafters. 0: as many tokens"
+        " as pay.",
         8,
         kind="tokens",
     )
     thinking_budget: int = option(
         UNLIMITED,
-        "Most tokens of reasoning in an answer; then its end is forced. A request may ask for"
-        " fewer.",
+        "Maximum reasoning tokens before the end marker is forced. A request may ask for fewer.",
         UNLIMITED,
         kind="tokens",
     )

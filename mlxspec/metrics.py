@@ -28,7 +28,7 @@ MODEL = ("model",)
 # Of each model: names in `Stats`, and others that `_samples` makes.
 COUNTERS = {
     "steps": "Steps of the engine.",
-    "rounds": "Rounds, one per sequence and step that brought it tokens.",
+    "rounds": "Rounds, one per sequence and step that produced tokens.",
     "prompt_tokens": "Prompt tokens computed.",
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Tokens generated.",

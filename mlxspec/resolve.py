@@ -120,7 +120,9 @@ def resolve_model(config: Config) -> ResolvedModel:
     try:
         if wanted := draft_of(found.name, found.path, config):
             if not find_local(wanted, cache, METAL, draft=True):
-                log.info("fetching %s, which drafts for this model; --draft off leaves it", wanted)
+                log.info(
+                    "fetching %s, which drafts for this model; --draft off disables it", wanted
+                )
             draft = resolve(wanted, cache, METAL, draft=True)
             if not config.draft and not find_head(draft.path).standalone:
                 raise UnsupportedModel(f"{wanted} holds no head that can be read")

@@ -136,12 +136,12 @@ def train(config: Config, options: Options, server: Server) -> int:
         finally:
             drop_others(made.with_name(name))
     if after <= before:
-        print("the head is not used: it is no better than what drafts now")
+        print("the head is discarded: no improvement over current drafting")
         return 1
     if config.draft or config.speculate == "off":
         print(f"your settings do not use it; give --draft {made.with_name(name)}")
     else:
-        print(f"serve uses it when it loads {model.name} again; --draft off leaves it")
+        print(f"serve uses it when it loads {model.name} again; --draft off disables it")
     return 0
 
 

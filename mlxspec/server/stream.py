@@ -89,7 +89,7 @@ class Choice:
 
     @property
     def called(self) -> bool:
-        """Whether it ended to wait for the results of its calls. A stop string that cuts a call is
+        """Whether it finished with tool calls. A stop string that cuts a call is
         the reason of its own."""
         ends = [part.ends for part in self.whole.parts if part.call]
         whole = ends and (ends[-1] or self.reader.stopped is None)

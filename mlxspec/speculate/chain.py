@@ -16,7 +16,7 @@ from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
 
 MAX_CHAIN = 8  # tokens that are drafted at most: each takes a pass
-LIKELIEST = "likeliest"  # how tokens are drawn that are, whatever the temperature
+LIKELIEST = "likeliest"  # draft greedily at any temperature
 MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
 
 

@@ -123,7 +123,7 @@ def _call(call: Any, at: str) -> Json:
     function = _function(call)
     if function is None or not isinstance(function.get("name"), str):
         raise rejected_value(
-            at, call, "is no call; send id, type and function with name and arguments"
+            at, call, "is not a tool call; send id, type and function with name and arguments"
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -176,7 +176,7 @@ def check_tools(tools: Sequence[Any] | None) -> Tools:
             raise rejected_value(at, tool, "is no function; send type 'function' and function")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not name or name in names:
-            why = "is no name, or there twice; send one of its own"
+            why = "must be a unique, non-empty name"
             raise rejected_value(f"{at}.function.name", name, why)
         names.add(name)
         if not isinstance(parameters, Mapping | None):

@@ -47,8 +47,8 @@ def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
         if not files.kind:
             if files.promised:
                 log.warning(
-                    "config.json in %s promises an MTP head, but no file has its tensors; give"
-                    " what holds it, such as the unconverted model, as --draft %s",
+                    "config.json in %s advertises an MTP head, but its weights are missing; pass"
+                    " the original checkpoint as --draft %s",
                     path,
                     next(filter(None, map(head_of, path.parts)), "HEAD"),
                 )

@@ -85,7 +85,7 @@ def load_engine(
     ranks.gather("ready")
     if not ranks.rank:
         save = partial(cache.save, file)
-        _warm_up(engine, config, cache, save)
+        _warm_up(engine, config)
         if config.speculate == "on":
             add_drafters(engine, drafting, config)
         known = Measuring(engine, cache, save, cases, verdict_file(config), drafting.key)
@@ -153,7 +153,10 @@ def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int, wanted
     for reason in layout.refused:
         log.info("layout refused: %s", reason)
     if scheduler.max_sequences < wanted:
-        log.warning("memory holds states of %d running sequences", scheduler.max_sequences)
+        log.warning(
+            "max_sequences reduced to %d: not enough memory for recurrent state",
+            scheduler.max_sequences,
+        )
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
 
@@ -224,10 +227,9 @@ def _add_disk(engine: Engine, config: Config, path: Path, name: str, facts: dict
     engine.offloader = engine.scheduler.offloader = offloader
 
 
-def _warm_up(engine: Engine, config: Config, cache: WarmupCache, save: Callable[[], None]) -> None:
+def _warm_up(engine: Engine, config: Config) -> None:
     """Run two requests through the real pools, which compiles what is compiled lazily. The prefill
-    budget is made afterwards, so that it learns nothing from compiling; what it learns from prompts
-    is kept by `save`."""
+    budget is made afterwards, so that it learns nothing from compiling."""
     limit = engine.scheduler.limit
     if limit < 2:
         raise UnsupportedModel(
@@ -238,9 +240,5 @@ def _warm_up(engine: Engine, config: Config, cache: WarmupCache, save: Callable[
     while engine.busy:
         engine.step()
     engine.reset()
-    engine.scheduler.prefill_budget = PrefillBudget(
-        config.decode_gap_ms / 1000,
-        config.prefill_budget,
-        cache.prefill,  # the list that grows is the cache's own
-        lambda _: save(),
-    )
+    gap = config.decode_gap_ms / 1000
+    engine.scheduler.prefill_budget = PrefillBudget(gap, config.prefill_budget)

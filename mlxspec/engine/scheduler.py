@@ -125,7 +125,7 @@ class Scheduler:
         prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
         for seq in prefills:
             left = seq.remaining
-            n = min(left, self.prefill_budget.rows(plan, seq.computed, decoding, left))
+            n = min(left, self.prefill_budget.rows(plan, seq.computed, decoding))
             n = self.kv.limit_rows(seq, n)
             if n > 0 and self._add_entry(plan, seq, n):
                 seq.deferred = 0

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ValidationError
 from mlxspec import __version__, log
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
-from mlxspec.engine.budget import Took
 from mlxspec.files import write_atomic
 from mlxspec.kernels.verify import KERNELS, machine
 from mlxspec.model.hub import cache_of
@@ -24,13 +23,12 @@ from mlxspec.types import Tap
 
 
 class WarmupCache(BaseModel):
-    """The measurements of one model; `costs` were measured with `kernels` in use,
-    so was what drafts cost, by the fingerprint of what drafts. `prefill` is what a PrefillBudget
-    measured, `taps` are the hidden states that MTP heads read, by their fingerprints."""
+    """The measurements of one model; `costs` were measured with `kernels` in use, so was what
+    `drafts` cost, by the fingerprint of what drafts. `taps` are the hidden states that MTP heads
+    read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None
-    prefill: Took = []
     kernels: str = ""
     taps: dict[str, Tap] = {}
     drafts: dict[str, DraftCosts] = {}

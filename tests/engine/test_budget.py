@@ -327,3 +327,16 @@ def test_the_three_parts_of_a_step_are_told_apart(pair: float) -> None:
     fixed, row, each = sim.budget.coefficients
     assert fixed == pytest.approx(0.05, rel=0.3) and row == pytest.approx(0.002, rel=0.1)
     assert each == pytest.approx(pair, rel=0.3, abs=2e-8)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_steps_that_are_alike_unlearn_nothing(name: str) -> None:
+    """They say what one step takes, not which part of it is whose; their times vary."""
+    cost, rng = MACHINES[name], np.random.default_rng(0)
+    budget = known(cost)
+    before = budget.rows([], 0, True)
+    for _ in range(300):
+        took = cost(64, pairs_of(64, 6000)) * math.exp(rng.normal(0, 0.15))
+        budget.learn([entry(64, 6000)], took)
+    after = budget.rows([], 0, True)
+    assert cost(after, 0) <= max(2 * GAP, 1.5 * cost(before, 0)) and after >= before / 3

@@ -21,7 +21,7 @@ from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from mlxspec.config import Config  # noqa: E402
-from mlxspec.engine.loader import load_engine  # noqa: E402
+from mlxspec.load.loader import load_engine  # noqa: E402
 from mlxspec.text.chat import conversation_of, load_tokenizer, render  # noqa: E402
 from mlxspec.text.history import History  # noqa: E402
 from mlxspec.text.output_parser import OutputParser  # noqa: E402

@@ -31,8 +31,8 @@ from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.kernels.trial import Verdict  # noqa: E402
 from mlxspec.kernels.verify import KERNELS  # noqa: E402
+from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model.layout import load, load_weights  # noqa: E402
-from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation  # noqa: E402
 from mlxspec.types import Entry, Request, Sampling  # noqa: E402
 

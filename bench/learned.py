@@ -15,8 +15,8 @@ blas.load()
 
 from bench.workloads import ALONE, tasks  # noqa: E402  after BLAS
 from mlxspec.commands.bench import prompt_of, run_group, seconds, tokens_of  # noqa: E402
+from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model.hub import cache_of  # noqa: E402
-from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
 from mlxspec.speculate.ngram import NgramDrafter  # noqa: E402
 from mlxspec.speculate.proposer import Proposer  # noqa: E402

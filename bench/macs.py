@@ -16,7 +16,8 @@ from rich.table import Table
 from bench.chips import CHIPS, CURVES, STOCK
 from bench.heads import HALF, REACHED, WEIGHT, Head, Pairing, pairings
 from bench.roofline import CONFIGS, NOTE, Model, empty, head_speed, sized
-from mlxspec.engine.memory import HEADROOM, HEADROOM_PART, LEAST_CONTEXT
+from mlxspec.engine.memory import HEADROOM, HEADROOM_PART
+from mlxspec.load.plan import LEAST_CONTEXT
 from mlxspec.model.cards import head_of
 
 GB = 1 << 30

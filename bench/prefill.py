@@ -17,7 +17,7 @@ from rich.table import Table  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.budget import PrefillBudget  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.resolve import resolve_model  # noqa: E402
+from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.types import Request  # noqa: E402
 
 FIXED = (32, 128, 256, 512, 1024, 2048)

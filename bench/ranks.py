@@ -24,10 +24,10 @@ from mlx_lm.utils import load_model  # noqa: E402
 
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.engine.loader import load_engine  # noqa: E402
+from mlxspec.load.loader import load_engine  # noqa: E402
+from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model.mirror import Follower  # noqa: E402
 from mlxspec.model.parallel import Ranks, join  # noqa: E402
-from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.types import Request, Sampling  # noqa: E402
 
 PROMPT = tuple(range(1000, 1032))

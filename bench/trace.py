@@ -35,10 +35,10 @@ from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import ModelManager, ModelSlot, Start  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.kernels.attention import paged_attention  # noqa: E402
+from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model import attention  # noqa: E402
 from mlxspec.model.batch import Step  # noqa: E402
 from mlxspec.model.pages import Pages  # noqa: E402
-from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
 from mlxspec.types import Entry, ModelInfo, Request, Sampling  # noqa: E402
 

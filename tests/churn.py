@@ -24,9 +24,9 @@ import mlx.core as mx  # noqa: E402  after BLAS
 
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine import memory  # noqa: E402
-from mlxspec.engine.loader import load_engine  # noqa: E402
 from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
+from mlxspec.load.loader import load_engine  # noqa: E402
 from mlxspec.model import meter  # noqa: E402
 from mlxspec.types import ModelInfo, Request, Sampling  # noqa: E402
 from tests import tiny  # noqa: E402

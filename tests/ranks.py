@@ -26,14 +26,13 @@ import mlx.core as mx  # noqa: E402  after BLAS
 import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from mlxspec import resolve  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
-from mlxspec.engine import loader  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
+from mlxspec.load import loader, resolve  # noqa: E402
+from mlxspec.load.resolve import ResolvedModel  # noqa: E402
 from mlxspec.model.layout import weights  # noqa: E402
 from mlxspec.model.mirror import Follower, Mirror  # noqa: E402
 from mlxspec.model.parallel import Ranks, join, split  # noqa: E402
-from mlxspec.resolve import ResolvedModel  # noqa: E402
 from mlxspec.types import OutOfMemory, RankLost, UnsupportedModel, UserError  # noqa: E402
 from tests import architectures, test_lossless, tiny  # noqa: E402
 

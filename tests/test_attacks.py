@@ -20,16 +20,16 @@ from urllib.parse import quote
 import pytest
 
 from mlxspec.config import Config
+from mlxspec.load.resolve import resolve_model
 from mlxspec.model.hub import HUB_FILES
 from mlxspec.model.layout import load
-from mlxspec.resolve import resolve_model
 from mlxspec.text.chat import conversation_of, load_tokenizer, render, render_chat
 from mlxspec.text.history import History
 from mlxspec.text.messages import RejectedRequest
 from mlxspec.types import UserError
+from tests.load.test_resolve import save
 from tests.server.live import live
 from tests.server.scripted import INFO, MESSAGES, Connection, server
-from tests.test_resolve import save
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 USER = [{"role": "user", "content": "hello"}]

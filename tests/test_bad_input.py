@@ -24,8 +24,8 @@ from mlxspec.cache import disk
 from mlxspec.client import ClientError
 from mlxspec.commands import chat, models
 from mlxspec.config import ConfigError, load
-from mlxspec.engine.warmup import WarmupCache
 from mlxspec.kernels.verify import VerdictFile
+from mlxspec.load.warmup import WarmupCache
 from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.server import app
 from mlxspec.server.anthropic import schema as anthropic_schema

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from mlxspec.text.structured import trial
+from tests.load.test_resolve import save
 from tests.processes import Server
 from tests.test_bad_input import BODIES, VALUES
 from tests.test_fuzz_wire import EXTRA_S, TRIES, Client, Noise, Place, beside
-from tests.test_resolve import save
 
 pytestmark = pytest.mark.slow
 

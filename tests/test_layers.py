@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {"mlxspec", "types", "config", "files", "progress"}
 MODEL = PLAIN | {"blas", "kernels", "model"}
 ENGINE = MODEL | {"cache", "speculate", "engine"}
-SERVER = ENGINE | {"metrics", "text", "resolve", "server", "training.recorder"}
+SERVER = ENGINE | {"metrics", "text", "load", "server", "training.recorder"}
 
 # A row holds for the modules below it too, unless they have their own. `mlxspec` is the package.
 MAY_IMPORT = {
@@ -36,8 +36,9 @@ MAY_IMPORT = {
     "engine": ENGINE,
     "engine.scheduler": PLAIN | {"cache", "engine.budget"},
     "engine.budget": PLAIN,
-    "engine.memory": PLAIN | {"cache", "engine.budget", "engine.memory"},
-    "resolve": ENGINE | {"text"},
+    "engine.memory": PLAIN,
+    "load": ENGINE | {"text", "load"},
+    "load.plan": PLAIN | {"cache", "engine.budget", "engine.memory"},
     "training": ENGINE | {"training"},
     "training.samples": PLAIN,
     "training.recorder": PLAIN | {"model.hub", "training.samples"},
@@ -50,7 +51,7 @@ MAY_IMPORT = {
 
 # Libraries that only some parts may import; every other library is free.
 LIBRARIES = {
-    "mlx": {"kernels", "model", "speculate", "engine", "training"},
+    "mlx": {"kernels", "model", "speculate", "engine", "load", "training"},
     "mlx_lm": {"model", "text"},
     "transformers": {"model", "text"},
     "starlette": {"server"},
@@ -59,7 +60,7 @@ LIBRARIES = {
     "typer": {"cli", "commands"},
 }
 # Pure Python, so that they can be read and tested without a model.
-NO_MLX = ("engine.scheduler", "engine.budget", "engine.memory", "cache")
+NO_MLX = ("engine.scheduler", "engine.budget", "engine.memory", "load.plan", "cache")
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxspec.text.structured import trial
 from tests.model.test_layout import save
 from tests.server.scripted import MESSAGES
 from tests.tiny_tokenizer import save_tokenizer
@@ -104,12 +105,12 @@ class Served:
                     yield text
 
     def others(self) -> list[int]:
-        """The processes of the other ranks."""
+        """The processes of the other ranks; not the one that compiles grammars."""
         rows = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+            ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
         ).stdout
-        pairs = [tuple(map(int, row.split())) for row in rows.splitlines()]
-        return [pid for pid, parent in pairs if parent == self.process.pid]
+        found = [row.split(maxsplit=2) for row in rows.splitlines() if trial.__name__ not in row]
+        return [int(pid) for pid, parent, *_ in found if int(parent) == self.process.pid]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import load_engine
+from mlxspec.load.loader import load_engine
 from tests import tiny
 
 TOKENS = 4096

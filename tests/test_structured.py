@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import load_engine
+from mlxspec.load.loader import load_engine
 from mlxspec.speculate import NoSpeculation
 from mlxspec.text.chat import load_tokenizer, render_chat
 from mlxspec.text.output_parser import OutputParser

@@ -19,7 +19,7 @@ from mlxspec import blas
 blas.load()
 
 from mlxspec.config import Config  # noqa: E402  after BLAS
-from mlxspec.engine.loader import load_engine  # noqa: E402
+from mlxspec.load.loader import load_engine  # noqa: E402
 from tests import tiny  # noqa: E402
 
 SLOW_S = 0.02  # before every rename, so that a kill often falls into a write

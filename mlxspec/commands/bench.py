@@ -20,7 +20,7 @@ from mlxspec.types import Request, Sampling
 blas.load()
 
 from mlxspec.engine.engine import Engine  # noqa: E402  after BLAS
-from mlxspec.resolve import resolve_model  # noqa: E402
+from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode, render_chat  # noqa: E402
 from mlxspec.training.collect import Answer, answers_to, tokens_of  # noqa: E402

@@ -107,7 +107,7 @@ def _installation(config: Config) -> Iterator[Check]:
 
 def _models(config: Config) -> Iterator[Check]:
     """Each model that `serve` would load, with its draft model."""
-    from mlxspec.resolve import models_of, on_disk
+    from mlxspec.load.resolve import models_of, on_disk
 
     most = room(config)
     for name in models_of(config):
@@ -131,8 +131,8 @@ def _models(config: Config) -> Iterator[Check]:
 
 def _kernels(config: Config) -> Iterator[Check]:
     """What is known of our kernels on this machine."""
-    from mlxspec.engine.loader import KERNELS_DIR
     from mlxspec.kernels.verify import VerdictFile
+    from mlxspec.load.loader import KERNELS_DIR
     from mlxspec.model.hub import cache_of
 
     if config.kernels == "off":

@@ -32,11 +32,11 @@ class LocalModel:
 def local_models(config: Config) -> list[LocalModel]:
     """The models of the settings, the built-in model, and those that mlx-lm can load in the folders
     of other programs."""
-    from mlxspec.engine.drafting import NONE
+    from mlxspec.load.drafting import NONE
+    from mlxspec.load.resolve import draft_of, models_of, on_disk
     from mlxspec.model.cards import cards, target_of
     from mlxspec.model.hub import installed
     from mlxspec.model.layout import has_code
-    from mlxspec.resolve import draft_of, models_of, on_disk
     from mlxspec.speculate.heads.files import find_head
 
     known, found, there = cards(), [], installed()
@@ -101,7 +101,7 @@ def damage(path: Path) -> list[str]:
 def pull(model: Model = None) -> None:
     """Download and convert a model without serving it."""
     blas.load()
-    from mlxspec.resolve import resolve_model
+    from mlxspec.load.resolve import resolve_model
 
     found = resolve_model(load({"model": model}))
     for one in (found, found.draft):

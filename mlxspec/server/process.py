@@ -74,7 +74,7 @@ def follow(config: Config) -> NoReturn:
     """Run as a rank above 0, until rank 0 ends, and end the process. What stops a server is for
     rank 0, which gets it too. Raises UserError."""
     blas.load()
-    from mlxspec import resolve
+    from mlxspec.load import resolve
     from mlxspec.model.parallel import join
     from mlxspec.types import RankLost
 
@@ -117,8 +117,8 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     """The application, with the default model loaded unless `load_on_request`."""
     blas.load()
     from mlxspec.engine.worker import Worker
+    from mlxspec.load.resolve import make_manager, resolve_models
     from mlxspec.model.parallel import join
-    from mlxspec.resolve import make_manager, resolve_models
 
     flags = shlex.split(as_flags(config))
     # Ranks that mlx.launch started wait half a minute for each other, less than a download takes.

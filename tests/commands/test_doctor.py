@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from mlxspec import cli
 from mlxspec.commands.doctor import _installation
 from mlxspec.config import Config
-from mlxspec.engine.loader import KERNELS_DIR
 from mlxspec.kernels.verify import Verdict, VerdictFile
+from mlxspec.load.loader import KERNELS_DIR
 from mlxspec.service.status import Status
 from mlxspec.types import UserError
 from tests import tiny

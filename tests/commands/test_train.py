@@ -14,7 +14,7 @@ from mlxspec import cli
 from mlxspec.commands import models, train
 from mlxspec.config import Config
 from mlxspec.files import lock
-from mlxspec.resolve import resolve_model
+from mlxspec.load.resolve import resolve_model
 from mlxspec.service.status import Status
 from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from mlxspec.config import Config
 from mlxspec.engine import memory
-from mlxspec.engine.drafting import Drafting
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.memory import MemoryPlan, make_plan
+from mlxspec.load import plan as planning
+from mlxspec.load.drafting import Drafting
+from mlxspec.load.plan import MemoryPlan, make_plan
 from mlxspec.model import meter
 from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.model.runner import Runner
@@ -156,10 +157,10 @@ def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> N
     def blocks(context: int, token_bytes: int, free: int) -> int:
         return plan((token_bytes, (), 0), free, context).blocks
 
-    assert blocks(8192, 1000, 1 << 40) == memory.CONTEXTS * 256 + 1
+    assert blocks(8192, 1000, 1 << 40) == planning.CONTEXTS * 256 + 1
     assert blocks(8192, 1000, 64_000_000) == 1000
-    assert blocks(100, 1000, 1 << 40) == memory.CONTEXTS * 4 + 1
-    assert blocks(8192, 0, 0) == memory.CONTEXTS * 256 + 1  # memory that does not grow
+    assert blocks(100, 1000, 1 << 40) == planning.CONTEXTS * 4 + 1
+    assert blocks(8192, 0, 0) == planning.CONTEXTS * 256 + 1  # memory that does not grow
 
 
 def test_windows_and_states_are_planned() -> None:
@@ -173,7 +174,7 @@ def test_windows_and_states_are_planned() -> None:
     assert 257 <= poor.blocks < 4097 and 150 <= poor.windows[512] < 2 * least
     assert 1 <= poor.sequences < 16
     whole = plan((0, ((1 << 20, 10),), 0), 1 << 40, 1024)
-    assert (whole.blocks, whole.windows) == (memory.CONTEXTS * 32 + 1, {}), (
+    assert (whole.blocks, whole.windows) == (planning.CONTEXTS * 32 + 1, {}), (
         "a window beyond the context is full attention"
     )
 
@@ -186,7 +187,7 @@ def test_a_few_conversations_come_before_one_long_context(
     which would cost the prefix of the long one."""
     got = plan((65536, (), 154 << 20), gib * GIB, 262_144)
     assert got.sequences >= sequences and got.snapshots >= snapshots
-    assert got.blocks > memory.LEAST_CONTEXT // 32
+    assert got.blocks > planning.LEAST_CONTEXT // 32
     assert got.cache_bytes <= gib * GIB // 2
 
 
@@ -236,7 +237,7 @@ def test_a_plan_keeps_its_share_and_serves_one_sequence(
     except OutOfMemory as error:
         assert error.need > free
         return
-    budget = free * memory.CACHE_SHARE
+    budget = free * planning.CACHE_SHARE
     if got.cache_bytes > budget / models:  # one sequence alone takes more than the share
         assert got.cache_bytes <= budget
         with pytest.raises(OutOfMemory):
@@ -248,8 +249,8 @@ def test_a_plan_keeps_its_share_and_serves_one_sequence(
         rows = window + 2 * (1 + MAX_DEPTH)
         most = 2 * (max_sequences * (rows / block_size + 3) + 2 * chunk / block_size + 2)
         assert got.windows[window] <= most
-    assert (got.blocks - 1) * block_size >= min(context, memory.LEAST_CONTEXT)
-    assert got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
+    assert (got.blocks - 1) * block_size >= min(context, planning.LEAST_CONTEXT)
+    assert got.blocks <= planning.CONTEXTS * (context / block_size + 1) + 1
     assert 1 <= got.sequences <= max_sequences
 
 
@@ -360,7 +361,7 @@ def test_the_recommended_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_500_requests_to_smollm2(smollm2: Path, tmp_path: Path) -> None:
-    from mlxspec.engine.loader import load_engine
+    from mlxspec.load.loader import load_engine
 
     config = Config(cache_dir=str(tmp_path), cache_gb=0)
     e, info = load_engine(smollm2, "smollm2", config)

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from mlxspec.config import Config
 from mlxspec.engine import models as module
-from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import RETRY_S, LoadCommand, ModelManager, ModelSlot
 from mlxspec.engine.worker import Worker
+from mlxspec.load.loader import load_engine
 from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
 from tests import tiny
 

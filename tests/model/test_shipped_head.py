@@ -10,9 +10,9 @@ from mlx_lm.models import llama
 
 from mlxspec.commands.bench import prompt_of, run_group, tasks_of, tokens_of
 from mlxspec.config import BUILT_IN, load
+from mlxspec.load.resolve import resolve_model
 from mlxspec.model.cards import cards
 from mlxspec.model.hub import Resolved, learned_head
-from mlxspec.resolve import resolve_model
 from mlxspec.speculate import NoSpeculation
 from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head

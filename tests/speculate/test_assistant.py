@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlxspec.config import Config
-from mlxspec.engine.loader import load_engine
+from mlxspec.load.loader import load_engine
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head

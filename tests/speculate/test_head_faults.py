@@ -13,8 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.config import Config
-from mlxspec.engine.drafting import load_drafting
-from mlxspec.engine.loader import load_engine
+from mlxspec.load.drafting import load_drafting
+from mlxspec.load.loader import load_engine
 from mlxspec.model.layout import load
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.block import Block

@@ -16,10 +16,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
 from mlxspec.config import Config
-from mlxspec.engine.drafting import add_drafters, load_drafting
-from mlxspec.engine.measuring import Measuring
-from mlxspec.engine.warmup import WarmupCache
 from mlxspec.kernels.verify import VerdictFile
+from mlxspec.load.drafting import add_drafters, load_drafting
+from mlxspec.load.measuring import Measuring
+from mlxspec.load.warmup import WarmupCache
 from mlxspec.model.layout import find_layout, load
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter

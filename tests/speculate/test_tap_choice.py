@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.loader import load_engine
+from mlxspec.load.loader import load_engine
 from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.types import FINAL_NORM, Tap
 from tests import tiny

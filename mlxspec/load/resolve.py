@@ -17,11 +17,11 @@ from mlxspec import log
 from mlxspec.cache.follower import DiskFollower
 from mlxspec.config import BUILT_IN, Config, ConfigError
 from mlxspec.engine import memory
-from mlxspec.engine.drafting import NONE
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import free_bytes, load_engine
 from mlxspec.engine.models import CLOSE_S, UNLOAD_S, ModelManager, ModelSlot, release_memory
 from mlxspec.files import format_size, read_json, weight_bytes
+from mlxspec.load.drafting import NONE
+from mlxspec.load.loader import free_bytes, load_engine
 from mlxspec.model import meter
 from mlxspec.model.cards import head_of
 from mlxspec.model.hub import Resolved, cache_of, find_local, learned_head, resolve

@@ -18,13 +18,13 @@ from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.budget import PrefillBudget
-from mlxspec.engine.drafting import Drafting, add_drafters, facts_of, load_drafting
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.measuring import Measuring
-from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.warmup import WarmupCache, cache_file, versions
 from mlxspec.kernels.verify import VerdictFile, recall
+from mlxspec.load.drafting import Drafting, add_drafters, facts_of, load_drafting
+from mlxspec.load.measuring import Measuring
+from mlxspec.load.plan import MemoryPlan, make_plan
+from mlxspec.load.warmup import WarmupCache, cache_file, versions
 from mlxspec.model import meter, recurrent
 from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import (

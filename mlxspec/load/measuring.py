@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from mlxspec import log
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
-from mlxspec.engine.warmup import WarmupCache, kernels_in_use
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, untried, verify
+from mlxspec.load.warmup import WarmupCache, kernels_in_use
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.progress import progress
 from mlxspec.speculate.calibrate import MORE, Calibration, contexts_in

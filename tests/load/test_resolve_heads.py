@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlxspec import resolve
 from mlxspec.config import Config, data_dir
-from mlxspec.engine.drafting import load_drafting
 from mlxspec.files import weight_bytes
+from mlxspec.load import resolve
+from mlxspec.load.drafting import load_drafting
 from mlxspec.model import hub
 from mlxspec.model.cards import head_of, target_of
 from mlxspec.model.layout import load

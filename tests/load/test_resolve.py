@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxspec import resolve as module
 from mlxspec.config import Config, ConfigError
-from mlxspec.resolve import make_manager, resolve_model, resolve_models
+from mlxspec.load import resolve as module
+from mlxspec.load.resolve import make_manager, resolve_model, resolve_models
 from mlxspec.types import UserError
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -108,7 +108,7 @@ def test_a_model_keeps_to_its_share(
     dirs: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two pools are as large as one alone would be."""
-    monkeypatch.setattr("mlxspec.engine.memory.CONTEXTS", 1 << 20)
+    monkeypatch.setattr("mlxspec.load.plan.CONTEXTS", 1 << 20)
     monkeypatch.setattr(
         "mlxspec.engine.memory.available", lambda: module.memory.headroom() + (64 << 20)
     )

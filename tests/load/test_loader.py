@@ -12,10 +12,12 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine import loader, memory
-from mlxspec.engine.loader import load_engine
+from mlxspec.engine import memory
 from mlxspec.kernels import verify
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
+from mlxspec.load import loader
+from mlxspec.load import plan as planning
+from mlxspec.load.loader import load_engine
 from mlxspec.model import layout as loading
 from mlxspec.model.layout import LayoutChoice, find_layout, geometry, load, load_weights
 from mlxspec.model.pages import Pages
@@ -54,7 +56,7 @@ def test_fixed_rows_are_not_tried(path: Path) -> None:
 def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
     e, info = load_engine(path, "tiny", settings(block_size=16))
     assert (info.name, info.layout, info.vocab, info.context) == ("tiny", "rows", tiny.VOCAB, 512)
-    assert e.scheduler.pool.size == memory.CONTEXTS * 512 // 16 + 1
+    assert e.scheduler.pool.size == planning.CONTEXTS * 512 // 16 + 1
     pools = [p for pages in e.runner.caches for p in pages.pools()]
     assert info.kv_bytes == sum(p.nbytes for p in pools) and info.weight_bytes > 0
     assert e.scheduler.prefill_budget.rows([], 0, decoding=True) > 0
@@ -89,7 +91,7 @@ def test_a_lack_of_memory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_memory_gb_is_the_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 0)
-    monkeypatch.setattr(memory, "CONTEXTS", 1 << 20)
+    monkeypatch.setattr(planning, "CONTEXTS", 1 << 20)
     monkeypatch.setattr(loader.meter, "held", lambda: (0, 0))  # other tests' models
     held = sum(p.stat().st_size for p in path.glob("*.safetensors"))
     asked = (memory.headroom() + held + (8 << 20)) / 2**30

@@ -12,10 +12,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.config import Config
-from mlxspec.engine import loader, memory
-from mlxspec.engine.loader import load_engine
-from mlxspec.engine.memory import STATES
+from mlxspec.engine import memory
 from mlxspec.files import format_size
+from mlxspec.load import loader
+from mlxspec.load.loader import load_engine
+from mlxspec.load.plan import STATES
 from mlxspec.model.layout import CacheBytes
 from mlxspec.speculate import heads
 from mlxspec.speculate.calibrate import MEASURED

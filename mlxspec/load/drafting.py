@@ -15,8 +15,8 @@ from mlxspec import log
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.memory import MemoryPlan
 from mlxspec.kernels.trial import Case
+from mlxspec.load.plan import MemoryPlan
 from mlxspec.model.layout import (
     CacheBytes,
     LayoutChoice,

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.engine.worker import Worker
+from mlxspec.load.loader import load_engine
 from mlxspec.speculate import calibrate
 from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.types import Interrupted, Request
 from tests import tiny
-from tests.engine.test_loader import settings
-from tests.engine.test_loader_heads import BLOCK, both
+from tests.load.test_loader import settings
+from tests.load.test_loader_heads import BLOCK, both
 
 ROOM = 64 + MEASURED // BLOCK  # blocks: to measure, and to try the head
 

@@ -1,0 +1,148 @@
+"""The plan of a model's memory: weights, pools, states and snapshots.
+
+Rule: no MLX. A model that does not fit is refused before a weight is read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mlxspec.cache.prefix import Window
+from mlxspec.config import Config
+from mlxspec.engine import memory
+from mlxspec.engine.budget import MAX_ROWS
+from mlxspec.files import format_size
+from mlxspec.types import MAX_DEPTH, OutOfMemory
+
+CACHE_SHARE = 0.5  # of the memory beside weights and headroom; the rest stays free for the user
+CONTEXTS = 4  # full contexts that the KV pool holds at most
+LEAST_CONTEXT = 8192  # tokens of one sequence that must fit, unless --context is lower
+STATES = 2  # a step reads one recurrent state of a sequence and writes another
+STATE_PART, MOST_SNAPSHOTS = 8, 1024  # snapshots: an eighth of the KV bytes, and a limit
+SNAPSHOTS = 2  # for each running sequence, if memory allows
+FEW = 4  # sequences whose states come before more KV than LEAST_CONTEXT
+LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
+
+# Bytes of one token in layers with full attention, (window, bytes of one token) for those with a
+# sliding window, bytes of one sequence's recurrent state.
+CacheSizes = tuple[int, tuple[tuple[int, int], ...], int]
+
+
+class PoolLimits(NamedTuple):
+    """One kind of cache: bytes of a unit, the fewest units that work, the most that are useful, and
+    how many a few conversations need, which comes before long contexts."""
+
+    unit: int
+    least: int
+    most: int
+    few: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one model and its draft model. Block counts include the null block."""
+
+    weights: int  # bytes
+    cache_bytes: int  # of all pools, running states and snapshots
+    blocks: int  # of the pool for full attention
+    windows: dict[int, int]  # blocks of the pool of each sliding window, by its tokens
+    sequences: int  # that may run at a time
+    snapshots: int  # recurrent states kept for later prompts
+    snapshot_stride: int  # blocks between the snapshots of a long prompt
+
+
+def make_plan(
+    config: Config,
+    context: int,
+    weights: int,
+    cache: CacheSizes,
+    free: int,
+) -> MemoryPlan:
+    """Divide `free` bytes beside `weights`: first what a few conversations need, from half of what
+    the least leaves, then pools and states, each cut by the same part if needed.
+
+    Windows that no context exceeds are in the pool for full attention. All models have equal parts
+    of the memory for caches, which one sequence may exceed. Raises OutOfMemory."""
+    token_bytes, local, state_bytes = cache
+    windows = {window: size for window, size in local if window < context}
+    token_bytes += sum(size for window, size in local if window >= context)
+    pools = _pool_limits(config, context, token_bytes, windows, state_bytes)
+    part = 1.0 if config.kv_blocks else CACHE_SHARE
+    budget = int((free - weights - memory.headroom()) * part)
+    counts = [pool.least for pool in pools]
+    least = _bytes(pools, counts)
+    if least > budget:
+        raise _too_large(config, weights, int(least / part), free)
+    rest = max(0, budget // (1 + len(config.others)) - least)
+    counts = _raised(pools, counts, [pool.few for pool in pools], rest // 2)
+    rest += least - _bytes(pools, counts)
+    counts = _raised(pools, counts, [pool.most for pool in pools], rest)
+    cache_bytes = _bytes(pools, counts)
+    blocks, *window_blocks, sequences, snapshots = counts
+    # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
+    by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
+    by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
+    stride = max(LEAST_STRIDE, by_size, by_count)
+    kept = dict(zip(windows, window_blocks, strict=True))
+    return MemoryPlan(weights, cache_bytes, blocks, kept, sequences, snapshots, stride)
+
+
+def _raised(
+    pools: Sequence[PoolLimits], counts: Sequence[int], tops: Sequence[int], rest: int
+) -> list[int]:
+    """`counts` of units, each raised by the same part of the way to its top, for `rest` bytes."""
+    missing = [max(0, top - n) for n, top in zip(counts, tops, strict=True)]
+    wanted = max(1, _bytes(pools, missing))
+    part = min(rest, wanted)
+    return [
+        n + (more * part // wanted if pool.unit else more)
+        for pool, n, more in zip(pools, counts, missing, strict=True)
+    ]
+
+
+def _bytes(pools: Sequence[PoolLimits], counts: Sequence[int]) -> int:
+    return sum(pool.unit * n for pool, n in zip(pools, counts, strict=True))
+
+
+def _pool_limits(
+    config: Config,
+    context: int,
+    token_bytes: int,
+    windows: Mapping[int, int],
+    state_bytes: int,
+) -> list[PoolLimits]:
+    """Of blocks for full attention, blocks of each window, running states, and snapshots."""
+    size, sequences = config.block_size, config.max_sequences
+    full, first = (-(-tokens // size) + 1 for tokens in (context, min(context, LEAST_CONTEXT)))
+    most = config.kv_blocks or CONTEXTS * (full - 1) + 1
+    pools = [PoolLimits(token_bytes * size, first, most)]
+    chunk = config.prefill_budget or MAX_ROWS
+    for window, window_bytes in windows.items():
+        one, every = (Window.min_blocks(window, size, n, chunk, MAX_DEPTH) for n in (1, sequences))
+        # Twice what all sequences use at once: the rest keeps passed blocks for later prompts.
+        pools.append(PoolLimits(window_bytes * size, min(one, full), min(2 * every, most)))
+    by_size = token_bytes * size * most // STATE_PART // max(1, state_bytes)
+    snapshots = max(SNAPSHOTS * sequences, min(by_size, MOST_SNAPSHOTS))
+    few = min(FEW, sequences)
+    pools.append(PoolLimits(STATES * state_bytes, 1, sequences, few))
+    pools.append(PoolLimits(state_bytes, 0, snapshots, SNAPSHOTS * few))
+    if config.kv_blocks:
+        pools = [pool._replace(least=pool.most) for pool in pools]
+    return pools
+
+
+def _too_large(config: Config, weights: int, caches: int, free: int) -> OutOfMemory:
+    """The error where weights and caches of at least so many bytes exceed `free`."""
+    fix, where = "close programs", f"free of {format_size(memory.total())}"
+    if config.memory_gb:
+        fix, where = "raise --memory-gb", "left of --memory-gb"
+    if config.kv_blocks:
+        fix += ", leave out --kv-blocks"
+    if config.kv_bits != 4:
+        fix += ", set --kv-bits 4"
+    return OutOfMemory(
+        f"the model does not fit: it needs {format_size(weights)} for weights,"
+        f" {format_size(memory.headroom())} of headroom and {format_size(caches)} for caches, but"
+        f" {format_size(free)} are {where}; {fix} or set a lower --context",
+        need=weights + memory.headroom() + caches,
+    )

@@ -10,11 +10,7 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.metrics_core import (
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mlxspec.types import Served
 

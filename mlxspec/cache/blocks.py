@@ -87,13 +87,7 @@ class BlockPool:
         """The key of the block before block `n` of a chain."""
         return keys[n - 1] if n else ROOT
 
-    def cache(
-        self,
-        block: int,
-        parent: bytes,
-        tokens: Tokens,
-        key: bytes = b"",
-    ) -> None:
+    def cache(self, block: int, parent: bytes, tokens: Tokens, key: bytes = b"") -> None:
         """Index a block that holds `tokens` after the block with key `parent`, by its own `key`.
 
         Without a key the block is partly filled: its first slots can be copied, as they are never

@@ -236,13 +236,7 @@ class KVOffloader:
                 return progress is not False
         return False
 
-    def _enter(
-        self,
-        seq: Seq,
-        hashes: Hashes,
-        lacking: Locations,
-        run: Run,
-    ) -> bool:
+    def _enter(self, seq: Seq, hashes: Hashes, lacking: Locations, run: Run) -> bool:
         """Enter a run into its pool or the states; False where it has no room."""
         found = {n: lacking[name] for n, name in enumerate(run.keys) if name in lacking}
         if not found:

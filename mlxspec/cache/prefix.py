@@ -31,13 +31,7 @@ class Window:
     pool: BlockPool
 
     @staticmethod
-    def min_blocks(
-        tokens: int,
-        block_size: int,
-        sequences: int,
-        chunk: int,
-        depth: int,
-    ) -> int:
+    def min_blocks(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
         """Blocks, null block included, that always suffice for `sequences`: each holds its window
         and `1 + depth` rows of two steps; together they hold `chunk` prompt rows a step."""
         own = tokens + 2 * (1 + depth)
@@ -195,12 +189,7 @@ class KVCacheManager:
             for pool, table in self._tables(seq):
                 pool.cache(table[upto // self.block_size], parent, tail)
 
-    def cache_state(
-        self,
-        seq: Seq,
-        upto: int,
-        state: Any,
-    ) -> None:
+    def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
         """Keep the recurrent state after the first `upto` tokens, which are cached, where a later
         prompt may continue: at the end of the prompt and of the answer, at branch points and every
         `stride` blocks."""
@@ -328,11 +317,7 @@ class KVCacheManager:
             assert NULL_BLOCK not in seq.table, "a null block under full attention"
 
 
-def _branch_points(
-    seq: Seq,
-    block: int,
-    stride: int,
-) -> list[int]:
+def _branch_points(seq: Seq, block: int, stride: int) -> list[int]:
     """Where a later prompt may branch off, in blocks: the sequence's own, and the next multiple of
     `stride` after `block`."""
     return [*seq.branch_points, (block // stride + 1) * stride]

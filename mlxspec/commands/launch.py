@@ -23,9 +23,7 @@ from mlxspec.commands.options import Key, KnownName, Url, server_of
 COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
 MAX_OUTPUT = 32_000  # tokens
 
-AGENTS: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("agents.toml").read_text("utf-8"),
-)
+AGENTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("agents.toml").read_text("utf-8"))
 
 
 def settings_of(

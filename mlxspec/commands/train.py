@@ -146,11 +146,7 @@ def train(config: Config, options: Options, server: Server) -> int:
 
 
 def _train(
-    model: ResolvedModel,
-    options: Options,
-    work: Path,
-    made: Path,
-    server: Server,
+    model: ResolvedModel, options: Options, work: Path, made: Path, server: Server
 ) -> list[Sample]:
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""

@@ -87,11 +87,7 @@ class Engine:
             raise InvalidRequest("this model's hidden states cannot be read; embed with another")
         self.scheduler.add(request)
 
-    def abort(
-        self,
-        request: str,
-        index: int | None = None,
-    ) -> Outputs:
+    def abort(self, request: str, index: int | None = None) -> Outputs:
         """End a request's choices now; their blocks are free when this returns."""
         outputs = self.scheduler.abort(request, index)
         self._end_finished()

@@ -87,11 +87,7 @@ class Scheduler:
             made.append(seq)
         self.waiting += made
 
-    def abort(
-        self,
-        request: str,
-        index: int | None = None,
-    ) -> Outputs:
+    def abort(self, request: str, index: int | None = None) -> Outputs:
         """End the choices of `request` (all, or one) and free their blocks."""
         choices = [s for s in (*self.running, *self.waiting) if s.request.id == request]
         return [self.end(s, "abort") for s in choices if index in (None, s.index)]
@@ -235,11 +231,7 @@ class Scheduler:
 
     # ---- commit ------------------------------------------------------------------------------
 
-    def commit(
-        self,
-        plan: Iterable[Entry],
-        accepted: Iterable[Accepted],
-    ) -> Outputs:
+    def commit(self, plan: Iterable[Entry], accepted: Iterable[Accepted]) -> Outputs:
         """Apply the tokens of a step that was read, in submission order. Entries of sequences that
         have ended since are ignored; slots of rejected drafts are written again.
 
@@ -337,11 +329,7 @@ class Scheduler:
         self.kv.check([*self.running, *self.waiting])
 
 
-def cut_at_stop(
-    entry: Entry,
-    sampled: list[int],
-    logprobs: list[Logprob],
-) -> Accepted:
+def cut_at_stop(entry: Entry, sampled: list[int], logprobs: list[Logprob]) -> Accepted:
     """The tokens of an entry that count: up to and with a stop token, `max_tokens` at most, those
     before NOT_FINITE."""
     request = entry.seq.request

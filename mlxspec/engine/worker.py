@@ -86,12 +86,7 @@ class Worker:
     `max_sequences` + `max_queue` choices run or wait, of all models together.
     """
 
-    def __init__(
-        self,
-        manager: ModelManager,
-        max_sequences: int = 16,
-        max_queue: int = 64,
-    ) -> None:
+    def __init__(self, manager: ModelManager, max_sequences: int = 16, max_queue: int = 64) -> None:
         self._manager = manager
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)

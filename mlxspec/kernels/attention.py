@@ -116,20 +116,14 @@ def _supported(dtypes: tuple[mx.Dtype, mx.Dtype], *parameters: Any) -> Shape | N
     return shape if shape.gqa <= 64 else None
 
 
-def _part(
-    at: int,
-    window: int,
-) -> int:
+def _part(at: int, window: int) -> int:
     """The part of the context in which position `at` lies: paged_part in the kernel."""
     length = 128 << sum((window or at) >= longer for longer in (512, 2048, 8192))
     return at // length + (0 if window else length // 64 - 2)
 
 
 @lru_cache(maxsize=8)
-def _metadata(
-    groups: tuple[Group, ...],
-    window: int,
-) -> tuple[Array, Array, int]:
+def _metadata(groups: tuple[Group, ...], window: int) -> tuple[Array, Array, int]:
     """The kernel's `sequences` int32 [B, 8] and `tables` [B, width] for adjacent groups, and the
     largest number of parts of a sequence. Made once per step: a Group is hashed by identity."""
     sequences = []
@@ -154,10 +148,7 @@ def _metadata(
 
 
 @cache
-def _instance(
-    shape: Shape,
-    rows: int,
-) -> tuple[int, int, int]:
+def _instance(shape: Shape, rows: int) -> tuple[int, int, int]:
     """Tiles and SIMD-groups of a threadgroup, and the number of threadgroups that share a
     sequence's rows: more than one if the sums need more registers than there are."""
     most = 16 if shape.dim_v <= 128 else 8
@@ -167,10 +158,7 @@ def _instance(
     return tiles, simds, ceil(rows / (8 * tiles // shape.gqa))
 
 
-def _launch(
-    a: Attention,
-    shape: Shape,
-) -> Array:
+def _launch(a: Attention, shape: Shape) -> Array:
     """For groups of up to ROWS rows for each sequence."""
     sequences, tables, most_parts = _metadata(tuple(a.groups), shape.window)
     length = max(group.length for group in a.groups)
@@ -219,11 +207,7 @@ def kernel_alone(shape: Shape, groups: Iterable[Group]) -> bool:
     return few and _proven(shape, 1) and _proven(shape, ROWS)
 
 
-def paged_attention(
-    a: Attention,
-    unproven: bool = False,
-    shape: Shape | None = None,
-) -> Array:
+def paged_attention(a: Attention, unproven: bool = False, shape: Shape | None = None) -> Array:
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
     the kernel in one launch, the others through the reference. With `unproven` no proof is
     asked for, where the kernel supports the shape. `shape`: what `shape_of` has said."""
@@ -268,11 +252,7 @@ def paged_attention_cases(shape: Shape) -> list[Case]:
     return cases
 
 
-def _case(
-    shape: Shape,
-    label: str,
-    starts: list[int],
-) -> Case:
+def _case(shape: Shape, label: str, starts: list[int]) -> Case:
     """One sequence for each position of a first row in `starts`, their blocks scattered. The last
     one has the case's rows, its neighbours have one each, in the same launch. The starts of several
     are shifted on the device."""
@@ -323,12 +303,7 @@ def _case(
     )
 
 
-def _inputs(
-    shape: Shape,
-    starts: list[int],
-    slots: int,
-    seed: int,
-) -> Inputs:
+def _inputs(shape: Shape, starts: list[int], slots: int, seed: int) -> Inputs:
     """q [ROWS, heads, D], the pools of K and V, and sinks."""
     of_q, of_sinks, *of_pools = mx.random.split(mx.random.key(seed), 4)
     arrays = [mx.random.normal((ROWS, shape.heads, shape.dim), shape.dtype, key=of_q)]

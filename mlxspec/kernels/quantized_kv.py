@@ -71,13 +71,7 @@ class Packing:
         values, tail = mx.split(rows, [self.words], axis=-1)
         dtype = compute or self.dtype
         scales, biases = mx.split(tail.view(self.dtype).astype(dtype), 2, axis=-1)
-        return mx.dequantize(
-            values,
-            scales,
-            biases,
-            self.group,
-            self.bits,
-        )
+        return mx.dequantize(values, scales, biases, self.group, self.bits)
 
     def exact(self, rows: Array) -> Array:
         """`unpack` in fp32, each value rounded once to `dtype`: what a kernel is compared with."""

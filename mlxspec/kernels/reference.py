@@ -110,11 +110,7 @@ class Group:
             return slice(base + keep.start, base + keep.stop), mask, keep
         return Blocks(block_array(tables, width)), mask, keep
 
-    def _mask(
-        self,
-        window: int | None,
-        width: int,
-    ) -> Array:
+    def _mask(self, window: int | None, width: int) -> Array:
         """Bool [B, 1, rows, width]: whether a row sees each of its sequence's visible slots."""
         rows = mx.arange(self.length)
         positions = self.positions()[:, None, None] + rows[:, None]
@@ -129,10 +125,7 @@ class Group:
         return mask[:, None]
 
 
-def block_array(
-    tables: Sequence[list[int]],
-    width: int,
-) -> Array:
+def block_array(tables: Sequence[list[int]], width: int) -> Array:
     """int32 [B, width] of block ids, padded with null blocks."""
     return mx.array([table + [NULL_BLOCK] * (width - len(table)) for table in tables])
 
@@ -216,10 +209,7 @@ class Weights:
     bits: int
 
 
-def small_qmm(
-    x: Array,
-    weights: Weights,
-) -> Array:
+def small_qmm(x: Array, weights: Weights) -> Array:
     """x dequantized(w)^T, float32 [M, N] of x [M, K] float: weights, products and sums in fp32.
 
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
@@ -252,11 +242,7 @@ class Draws:
     checked: bool = True
 
 
-def gumbel(
-    seeds: Array,
-    positions: Array,
-    vocab: int,
-) -> Array:
+def gumbel(seeds: Array, positions: Array, vocab: int) -> Array:
     """Standard Gumbel noise float32 [R, vocab], keyed by (seed, position) uint32 [R] each.
 
     Threefry is a counter-based generator: the noise of (seed, position, token) is the same wherever
@@ -288,10 +274,7 @@ def allow(x: Array, masks: Sequence[bytes]) -> Array:
 
 
 def sample_accept(
-    logits: Array,
-    draws: Draws,
-    inputs: Array | None = None,
-    drafts: Sequence[tuple[int, int]] = (),
+    logits: Array, draws: Draws, inputs: Array | None = None, drafts: Sequence[tuple[int, int]] = ()
 ) -> tuple[Array, Array | None]:
     """Sampled tokens int32 [R] of float logits [R, vocab]; the lowest of equal ones. NOT_FINITE for
     a row in which one that its mask allows is NaN or infinite, and for one without a mask in which
@@ -328,21 +311,13 @@ def sample_accept(
 
 
 @partial(mx.compile, shapeless=True)
-def _or_not_finite(
-    tokens: Array,
-    best: Array,
-    masked: Array,
-) -> Array:
+def _or_not_finite(tokens: Array, best: Array, masked: Array) -> Array:
     """The tokens int32 [R] of rows whose highest logit `best` is finite, or -inf and `masked`."""
     fine = (best < mx.inf) & ((best > -mx.inf) | masked)
     return mx.where(fine, tokens, NOT_FINITE)
 
 
-def count_accepted(
-    tokens: Array,
-    inputs: Array,
-    drafts: Sequence[tuple[int, int]],
-) -> Array:
+def count_accepted(tokens: Array, inputs: Array, drafts: Sequence[tuple[int, int]]) -> Array:
     """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
     at_tokens, at_inputs, drafted = _compared(tuple(drafts))
@@ -352,11 +327,7 @@ def count_accepted(
 
 
 @partial(mx.compile, shapeless=True)
-def _equal(
-    tokens: Array,
-    inputs: Array,
-    drafted: Array,
-) -> Array:
+def _equal(tokens: Array, inputs: Array, drafted: Array) -> Array:
     """int32: 1 where a drafted token is sampled."""
     same = drafted & (tokens == inputs) & (tokens != NOT_FINITE)
     return same.astype(mx.int32)

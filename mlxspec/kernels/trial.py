@@ -142,11 +142,7 @@ def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
     return least, most
 
 
-def compare(
-    case: Case,
-    call: Call,
-    timer: Timer,
-) -> None:
+def compare(case: Case, call: Call, timer: Timer) -> None:
     """Raises Rejected for a variant that does not match the reference at all rows. Launches with
     fewer rows run in one graph, as those of a step's layers do. Raises TimeoutError."""
     for seed in range(SEEDS):
@@ -163,10 +159,7 @@ def compare(
 
 
 def relative_error(
-    got: Array,
-    want: Array,
-    tolerance: float,
-    dtype: mx.Dtype = mx.float32,
+    got: Array, want: Array, tolerance: float, dtype: mx.Dtype = mx.float32
 ) -> float:
     """The largest difference relative to the largest value; `want` is finite.
 
@@ -186,11 +179,7 @@ def relative_error(
     return error
 
 
-def race(
-    case: Case,
-    call: Call,
-    timer: Timer,
-) -> dict[int, float]:
+def race(case: Case, call: Call, timer: Timer) -> dict[int, float]:
     """A variant's speedup over MLX's own op by rows, timed in turn. Raises TimeoutError."""
     gains = {}
     sets = [case.inputs(0)]

@@ -146,12 +146,7 @@ def verify(
     return recall(cases, file)
 
 
-def _try_all(
-    cases: list[Case],
-    file: VerdictFile,
-    report: Report,
-    check: Check,
-) -> None:
+def _try_all(cases: list[Case], file: VerdictFile, report: Report, check: Check) -> None:
     """Judge the cases that there is time for, none if another process tries kernels. Raises OSError
     if a trial cannot be recorded."""
     end = perf_counter() + AT_START_S

@@ -20,15 +20,7 @@ from mlxspec.progress import progress
 from mlxspec.speculate.calibrate import MORE, Calibration, contexts_in
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import (
-    FINAL_NORM,
-    Check,
-    Interrupted,
-    RankLost,
-    Request,
-    Sampling,
-    Tap,
-)
+from mlxspec.types import FINAL_NORM, Check, Interrupted, RankLost, Request, Sampling, Tap
 
 TRIED_ANSWERS, TRIED_TOKENS = 4, 64  # to choose what a head reads
 # Of these answers. At 1 a head that fits guesses too little of what they ramble to stand out.

@@ -101,11 +101,7 @@ class Step:
         return by_entry(self.sampled.accepted, self.first_row, plan)
 
 
-def build_inputs(
-    plan: Plan,
-    previous: Step | None,
-    shift: Shift,
-) -> Array:
+def build_inputs(plan: Plan, previous: Step | None, shift: Shift) -> Array:
     """Input tokens int32 [T] in plan order. Tokens in flight are taken lazily from `previous`."""
     host: list[int] = []  # with a 0 for each token in flight and each lazy draft
     lazy: list[tuple[int, Array]] = []  # drafts, and where they begin
@@ -137,11 +133,7 @@ def build_inputs(
     return ids
 
 
-def bucket(
-    entry: Entry,
-    block_size: int,
-    length: int = 0,
-) -> tuple[int, int]:
+def bucket(entry: Entry, block_size: int, length: int = 0) -> tuple[int, int]:
     """Entries of equal rows and similar context share one gather; padding at most doubles it.
     `length`: rows of each with padding, 0: its own."""
     rows = length or entry.rows
@@ -149,9 +141,7 @@ def bucket(
 
 
 def runs_of(
-    plan: Plan,
-    alike: Callable[[Entry], Any],
-    length: int = 0,
+    plan: Plan, alike: Callable[[Entry], Any], length: int = 0
 ) -> Iterator[tuple[list[Entry], slice, slice]]:
     """Neighbours in a plan that are alike, and where they and their rows are in it; each entry has
     `length` rows, 0: its own."""
@@ -164,12 +154,7 @@ def runs_of(
         first, row = last, end
 
 
-def fill_view(
-    view: View,
-    plan: Plan,
-    shift: Shift,
-    length: int = 0,
-) -> None:
+def fill_view(view: View, plan: Plan, shift: Shift, length: int = 0) -> None:
     """Fill the view with positions, slots and groups: one if it is dense, else neighbours of one
     bucket are a group. With drafts in flight, positions and slots are lazy.
 
@@ -220,12 +205,7 @@ def fill_view(
         view.groups.append(group)
 
 
-def _padded_table(
-    e: Entry,
-    table: list[int],
-    length: int,
-    size: int,
-) -> list[int]:
+def _padded_table(e: Entry, table: list[int], length: int, size: int) -> list[int]:
     """An entry's block table, with null blocks for its padding."""
     end = e.start + e.inflight_drafts + length
     if not length or end <= len(table) * size:

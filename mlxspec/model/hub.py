@@ -27,15 +27,7 @@ FOLDERS = (
     "~/MLXModels",  # Osaurus
 )
 MOST = 5000  # models that are looked at in each place
-HUB_FILES = (
-    *WEIGHT_FILES,
-    "*.json",
-    "*.model",
-    "*.tiktoken",
-    "*.txt",
-    "*.jsonl",
-    "*.jinja",
-)
+HUB_FILES = (*WEIGHT_FILES, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
 # Fields that only a head's config.json has.
 OF_HEADS = {"speculators_model_type", "dflash_config", "markov_rank", "draft_vocab_size"}
 STORED = "*-" + "[0-9a-f]" * 8  # a pattern of the names that `storage_name` makes

@@ -82,12 +82,7 @@ class Pages:
     def offset(self) -> Any:
         return self.view.positions
 
-    def make_mask(
-        self,
-        N: int,
-        return_array: bool = False,
-        window_size: int | None = None,
-    ) -> Any:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """None: attention reads the view. In a dense one bool [B, 1, L, S] for the gathered slots,
         "causal" (unless an array is asked for) or None. Raises UnsupportedModel for a window that
         this layer's cache does not keep: probes are too short to see the difference."""
@@ -161,12 +156,7 @@ class Pages:
         heads, _, width = rows.shape
         return mx.zeros((heads, slots, width), rows.dtype)
 
-    def put(
-        self,
-        slots: Array | slice,
-        k: Array,
-        v: Array,
-    ) -> None:
+    def put(self, slots: Array | slice, k: Array, v: Array) -> None:
         """Write k, v [kv_heads, n, D], as the pools hold them, at `slots` [n], in place."""
         self.keys = _put(self.keys, slots, k)
         self.values = _put(self.values, slots, v)
@@ -190,10 +180,7 @@ def _finite(x: Array, packing: Packing | None) -> Array:
     return packing.bounded(x) if packing else finite(x)
 
 
-def _rows(
-    x: Array,
-    packing: Packing | None,
-) -> Array:
+def _rows(x: Array, packing: Packing | None) -> Array:
     """x [B, kv_heads, L, D] as a pool holds it: [kv_heads, B * L, width]."""
     x = x.swapaxes(0, 1).flatten(1, 2)
     if packing:

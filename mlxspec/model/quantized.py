@@ -48,10 +48,7 @@ class KernelEmbedding(nn.QuantizedEmbedding):
         return _multiply(self, x, super().as_linear)
 
 
-CLASSES: dict[Any, Any] = {
-    nn.QuantizedLinear: KernelLinear,
-    nn.QuantizedEmbedding: KernelEmbedding,
-}
+CLASSES: dict[Any, Any] = {nn.QuantizedLinear: KernelLinear, nn.QuantizedEmbedding: KernelEmbedding}
 
 
 def install(model: nn.Module) -> None:
@@ -61,11 +58,7 @@ def install(model: nn.Module) -> None:
             layer.__class__ = CLASSES[type(layer)]
             n, groups = layer.scales.shape
             layer.case = matmul.small_qmm_case(
-                n,
-                groups * layer.group_size,
-                layer.bits,
-                layer.group_size,
-                layer.scales.dtype,
+                n, groups * layer.group_size, layer.bits, layer.group_size, layer.scales.dtype
             )
 
 

@@ -80,11 +80,7 @@ class RecordedConv1d(nn.Conv1d):
         return super().__call__(x)  # type: ignore[no-untyped-call]
 
 
-def _part_after(
-    x: Array,
-    offsets: Array,
-    rows: Array,
-) -> Array:
+def _part_after(x: Array, offsets: Array, rows: Array) -> Array:
     """Rows [B, offsets, D] of x [B, L, D]: those at rows[b] + offsets of x[b]."""
     places = rows[:, None] + offsets
     return mx.take_along_axis(x, places[..., None], axis=1)
@@ -226,11 +222,7 @@ class RecurrentStates:
                 entry.state = state
 
 
-def by_entry(
-    accepted: Array,
-    samplers: Collection[Seq],
-    plan: Plan,
-) -> Array:
+def by_entry(accepted: Array, samplers: Collection[Seq], plan: Plan) -> Array:
     """int32 [entries] of `accepted` int32 [R], which has one for each of `samplers`; 0 for an entry
     that is not among them."""
     places = {seq: n for n, seq in enumerate(samplers)}

@@ -155,12 +155,7 @@ class Runner:
         slots = self.view.slots_of(blocks)
         return [pool[:, slots] for pool in pools_of(self.pages_of(group))]
 
-    def write_blocks(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        content: Sequence[Array],
-    ) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Sequence[Array]) -> None:
         """Write what `read_blocks` read, in place."""
         slots = self.view.slots_of(blocks)
         for pages, k, v in zip(self.pages_of(group), content[::2], content[1::2], strict=True):
@@ -182,11 +177,7 @@ class Runner:
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(
-        self,
-        plan: Plan,
-        previous: Step | None,
-    ) -> Step:
+    def forward(self, plan: Plan, previous: Step | None) -> Step:
         """The plan's forward, its entries sorted so that like ones are neighbours: lazy in the rows
         layout, else each of its passes is submitted at once. `previous` is the step in flight,
         which holds pending tokens."""
@@ -237,11 +228,7 @@ class Runner:
             self.mirror.cut(entry, rows)
         self.states.cut(step.recordings, entry, rows)
 
-    def submit(
-        self,
-        step: Step,
-        sampled: Sampled | None,
-    ) -> Step:
+    def submit(self, step: Step, sampled: Sampled | None) -> Step:
         """Start the step on the device, without waiting for it."""
         own: list[Array] = []
         if self.layout == "solo":
@@ -261,12 +248,7 @@ class Runner:
         mx.async_eval(step.marker, *results)
         return step
 
-    def forward_rows(
-        self,
-        plan: Plan,
-        ids: Array,
-        shift: Shift,
-    ) -> Array:
+    def forward_rows(self, plan: Plan, ids: Array, shift: Shift) -> Array:
         """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
         logits, _ = self._forward(plan, ids, shift, [])
@@ -291,11 +273,7 @@ class Runner:
         return self._form(e), group[1]
 
     def _forward(
-        self,
-        plan: Plan,
-        ids: Array,
-        shift: Shift,
-        nans: list[NaNs],
+        self, plan: Plan, ids: Array, shift: Shift, nans: list[NaNs]
     ) -> tuple[Array, dict[Tap, Array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order. Adds what
         tells of the rows that are not sampled to `nans`."""
@@ -310,13 +288,7 @@ class Runner:
                 parts.append(self.view.tapped.pop(tap))
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
-    def _forward_batch(
-        self,
-        batch: Plan,
-        ids: Array,
-        shift: Shift,
-        nans: list[NaNs],
-    ) -> Array:
+    def _forward_batch(self, batch: Plan, ids: Array, shift: Shift, nans: list[NaNs]) -> Array:
         """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others; its
         taps [T, D] are in the view."""
         view = self.view

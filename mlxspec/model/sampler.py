@@ -71,10 +71,7 @@ def drafts_of(rows: Rows) -> list[tuple[int, int]]:
 
 
 @lru_cache(256)
-def seed32(
-    seed: int,
-    index: int,
-) -> int:
+def seed32(seed: int, index: int) -> int:
     """The 32-bit noise key of choice `index` of a request with `seed` (any int)."""
     seed %= 1 << 128
     data = seed.to_bytes(16, "little") + index.to_bytes(2, "little")
@@ -83,11 +80,7 @@ def seed32(
 
 
 def sample(
-    logits: Array,
-    rows: Rows,
-    inputs: Array,
-    shift: Array | None = None,
-    checked: bool = True,
+    logits: Array, rows: Rows, inputs: Array, shift: Array | None = None, checked: bool = True
 ) -> Sampled:
     """Lazy samples of logits [R, vocab]. `inputs` int32 [T] are the step's input tokens, `shift`
     int32 [R] is added to the rows' positions; `checked`: see Draws."""
@@ -106,25 +99,15 @@ def sample(
         checked,
     )
     tokens, accepted = sample_accept(x, draws, inputs, drafts_of(rows))
-    return Sampled(
-        tokens,
-        accepted,
-        _logprobs(logits, tokens, max(wanted)) if wanted else (),
-    )
+    return Sampled(tokens, accepted, _logprobs(logits, tokens, max(wanted)) if wanted else ())
 
 
-def _temperature(
-    row: SampledRow,
-) -> float:
+def _temperature(row: SampledRow) -> float:
     temperature = row.sampling.temperature
     return temperature and max(temperature, COLDEST)
 
 
-def _logprobs(
-    logits: Array,
-    tokens: Array,
-    k: int,
-) -> list[Array]:
+def _logprobs(logits: Array, tokens: Array, k: int) -> list[Array]:
     """Sampled.logprobs: the model's own, before bias and penalties."""
     own = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(own, tokens[:, None], axis=-1)
@@ -133,10 +116,7 @@ def _logprobs(
     return [chosen[:, 0], top, best]
 
 
-def read(
-    sampled: Sampled,
-    rows: Rows,
-) -> tuple[list[int], list[Logprob | None]]:
+def read(sampled: Sampled, rows: Rows) -> tuple[list[int], list[Logprob | None]]:
     """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities. Where
     one of these is NaN, as tokens that a mask excludes count as well, the token is NOT_FINITE."""
     tokens = np.array(sampled.tokens).tolist()
@@ -155,10 +135,7 @@ def read(
     return tokens, logprobs
 
 
-def _add_bias(
-    x: Array,
-    rows: Rows,
-) -> Array:
+def _add_bias(x: Array, rows: Rows) -> Array:
     biases = [(r, *bias) for r, row in enumerate(rows) for bias in row.sampling.logit_bias]
     if not biases:
         return x
@@ -166,11 +143,7 @@ def _add_bias(
     return x.astype(mx.float32).at[at, tokens].add(values)
 
 
-def _penalize(
-    x: Array,
-    rows: Rows,
-    inputs: Array,
-) -> Array:
+def _penalize(x: Array, rows: Rows, inputs: Array) -> Array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
     (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
     if not any(row.sampling.penalized for row in rows):
@@ -188,11 +161,7 @@ def _penalize(
     return x - generated * frequency - (generated > 0) * presence
 
 
-def _token_counts(
-    rows: Rows,
-    inputs: Array,
-    vocab: int,
-) -> Array:
+def _token_counts(rows: Rows, inputs: Array, vocab: int) -> Array:
     """float32 [2, R, vocab]: how often each token stands in a row's prompt, and was generated
     before the row; tokens of the step itself are counted lazily."""
     known = []
@@ -211,11 +180,7 @@ def _token_counts(
     return counts
 
 
-def _host_counts(
-    seq: Seq,
-    upto: int,
-    vocab: int,
-) -> Array:
+def _host_counts(seq: Seq, upto: int, vocab: int) -> Array:
     """float32 [2, vocab]: how often each token stands in the prompt, and was generated before
     position `upto`. Kept with the sequence: a step counts only what is new."""
     counted, counts = seq.counts or (0, mx.zeros((2, vocab)))
@@ -228,10 +193,7 @@ def _host_counts(
     return found
 
 
-def _floors(
-    x: Array,
-    rows: Rows,
-) -> Array | None:
+def _floors(x: Array, rows: Rows) -> Array | None:
     """float32 [R]: the lowest of x [R, vocab] / temperature that top_k, top_p and min_p keep, -inf
     for rows without them; None if no row has one. A row with a small top_k ranks NARROW tokens
     alone, whichever rows it shares the batch with."""
@@ -257,10 +219,7 @@ def _floors(
     return floors
 
 
-def _floor(
-    ranked: Array,
-    samplings: Sequence[Sampling],
-) -> Array:
+def _floor(ranked: Array, samplings: Sequence[Sampling]) -> Array:
     """float32 [R], the lowest logit that stays: top_k, then top_p over what top_k left, and min_p
     relative to the best; ties at a threshold stay. `ranked` [R, n]: the n >= top_k best, sorted."""
     n = ranked.shape[-1]

@@ -37,11 +37,7 @@ class Transfer:
         """Whether blocks hold all that they did at first: not after a head has failed."""
         return len(self._pools(0)) >= self._count
 
-    def export(
-        self,
-        group: int,
-        contents: Mapping[bytes, Any],
-    ) -> Sequence[mx.array]:
+    def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[mx.array]:
         """Start copying the K and V of blocks, by key on disk: [heads, blocks * block_size, D] for
         each of the group's layers. Of the group STATE it is one recurrent state."""
         if self.mirror:
@@ -59,11 +55,7 @@ class Transfer:
         }
 
     def place(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        arrays: Arrays,
-        which: Sequence[int],
+        self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]
     ) -> None:
         """Write blocks number `which` of an export into `blocks`. Raises KeyError if an array is
         missing, before anything is written."""

@@ -99,11 +99,7 @@ def install_trunk(model: Module, view: View) -> Module | None:
     return None
 
 
-def install_taps(
-    trunk: Module,
-    view: View,
-    taps: Sequence[Tap],
-) -> None:
+def install_taps(trunk: Module, view: View, taps: Sequence[Tap]) -> None:
     """Hand out these hidden states and no others from now on."""
     layers = layers_in(trunk)
     for layer in layers:

@@ -82,11 +82,7 @@ def chat_generation(generation: Generation, chat: ChatRequest) -> Generation:
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, chat.continued)
         parts = OutputParser(
-            model.tokenizer,
-            tools,
-            bool(prompt.thinking),
-            constrained,
-            chat.continued,
+            model.tokenizer, tools, bool(prompt.thinking), constrained, chat.continued
         )
         generation.choices.append(Choice(i, request, reader, parts, single))
     generation.requests.append(request)

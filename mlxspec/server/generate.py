@@ -24,10 +24,7 @@ from mlxspec.text.structured.grammar import Make
 from mlxspec.types import Busy, Output, Request
 
 PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
-STREAM = {
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(slots=True)

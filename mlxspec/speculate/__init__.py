@@ -30,21 +30,12 @@ class Drafter(Protocol):
     def options(self, seq: Seq) -> list[Proposal]:
         """What it could draft now, with what its acceptance rates depend on and its costs."""
 
-    def draft(
-        self,
-        plan: Plan,
-        previous: Step | None,
-        chosen: Proposals,
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         """Fill the draft of each entry whose sequence is in `chosen`, with at most `entry.depth`
         tokens. `plan` is the whole next step, `previous` the step in flight. Never waits for the
         device."""
 
-    def observe(
-        self,
-        step: Step,
-        accepted: Sequence[Accepted],
-    ) -> None:
+    def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         """A step was committed."""
 
     def learn_seconds(self, seconds: float, depth: int) -> None:

@@ -101,12 +101,7 @@ def _filled(values: np.ndarray) -> np.ndarray:
     return np.array(np.interp(GRID, np.array(GRID)[known], values[known]))
 
 
-def time_step(
-    runner: Runner,
-    table: list[int],
-    context: int,
-    rows: int,
-) -> float:
+def time_step(runner: Runner, table: list[int], context: int, rows: int) -> float:
     """Seconds of a step with `rows` rows after `context` tokens, sampled at temperature 1, whose
     draft is nearly always rejected. What the blocks and the state hold does not matter."""
     entry = Entry(unused_seq(runner, table, context), context, 1, True)

@@ -27,11 +27,7 @@ class DraftCosts:
     token: float = 1e-6
     fixed: float = 0.0
 
-    def measure(
-        self,
-        seconds: Callable[[int], float],
-        longest: int,
-    ) -> None:
+    def measure(self, seconds: Callable[[int], float], longest: int) -> None:
         """`seconds(depth)`: what a draft took."""
         seconds(longest)  # the first compiles
         one = min(seconds(1) for _ in range(3))
@@ -40,21 +36,14 @@ class DraftCosts:
         self.fixed = max(0.0, one - self.token)
         log.info("a draft takes %.1f ms and %.1f ms a token", 1e3 * self.fixed, 1e3 * self.token)
 
-    def learn(
-        self,
-        seconds: float,
-        depth: int,
-    ) -> None:
+    def learn(self, seconds: float, depth: int) -> None:
         """A draft of `depth` tokens took so long."""
         ratio = corrected(seconds / (self.fixed + depth * self.token))
         self.token *= ratio
         self.fixed *= ratio
 
 
-def sampling_of(
-    seq: Seq,
-    proposal: Proposal,
-) -> Sampling:
+def sampling_of(seq: Seq, proposal: Proposal) -> Sampling:
     """How a proposal's tokens are drawn: without penalties, which need counts of tokens that the
     host has not read. The target applies them."""
     sampling = seq.request.sampling
@@ -71,10 +60,7 @@ def sampling_of(
     )
 
 
-def deepest_first(
-    plan: Plan,
-    chosen: Proposals,
-) -> list[Entry]:
+def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
     """The entries to draft for, so that each pass has the first entries of the one before it, and
     similar contexts, which share a call of attention, are neighbours."""
     drafting = [e for e in plan if e.seq in chosen]

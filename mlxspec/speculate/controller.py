@@ -113,22 +113,11 @@ class Costs:
         seconds: Floats = np.maximum(forward, 1e-9)
         return seconds * self.factors.get(mode, 1.0)
 
-    def step(
-        self,
-        rows: int,
-        context: float,
-        mode: str,
-    ) -> float:
+    def step(self, rows: int, context: float, mode: str) -> float:
         """Seconds of a step with `rows` rows."""
         return float(self.curve(rows, context, mode)[-1])
 
-    def learn(
-        self,
-        rows: int,
-        context: float,
-        mode: str,
-        seconds: float,
-    ) -> None:
+    def learn(self, rows: int, context: float, mode: str, seconds: float) -> None:
         """A step of `rows` rows took `seconds`."""
         expected = self.step(rows, context, mode)
         factor = self.factors.get(mode, 1.0)
@@ -190,12 +179,7 @@ class Controller:
                     break
         return list(zip(depths, picked, strict=True))
 
-    def learn(
-        self,
-        stats: AcceptanceRate,
-        keys: Sequence[Key],
-        accepted: int,
-    ) -> None:
+    def learn(self, stats: AcceptanceRate, keys: Sequence[Key], accepted: int) -> None:
         """`keys` are the rate keys of the drafted tokens, none for a plain round; the first
         `accepted` were accepted, the next was rejected, those after it were not reached."""
         self.overall.cache_clear()
@@ -208,11 +192,7 @@ class Controller:
                 rate.learn(key, i < accepted)
 
 
-def tokens_per_second(
-    option: Proposal,
-    curve: Curve,
-    base: int,
-) -> float:
+def tokens_per_second(option: Proposal, curve: Curve, base: int) -> float:
     """The most expected tokens per second of a step in which one of `base` sequences drafts by
     `option`."""
     best = 0.0
@@ -225,10 +205,7 @@ def tokens_per_second(
 
 
 def share(
-    options: Sequence[Proposal | None],
-    curve: Curve,
-    plain: float,
-    padded: bool = False,
+    options: Sequence[Proposal | None], curve: Curve, plain: float, padded: bool = False
 ) -> list[int]:
     """How many tokens to draft for each sequence, for the most expected tokens per second.
 

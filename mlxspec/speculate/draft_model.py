@@ -28,12 +28,7 @@ class DraftModel:
     own_vocab: int = UNLIMITED
     context: int = UNLIMITED
 
-    def __call__(
-        self,
-        plan: Plan,
-        ids: Array,
-        shift: Shift,
-    ) -> Array:
+    def __call__(self, plan: Plan, ids: Array, shift: Shift) -> Array:
         """Logits [n, vocab] of the sampled rows: -inf for tokens that the draft model lacks."""
         ids = mx.minimum(ids, self.own_vocab - 1)
         logits = self.runner.forward_rows(plan, ids, shift)[:, : self.vocab]
@@ -43,14 +38,7 @@ class DraftModel:
     def head(self) -> HeadModel:
         """What drafts with it."""
         return HeadModel(
-            "model",
-            DraftPass,
-            self,
-            unchanged,
-            unchanged,
-            width=0,
-            taps=(),
-            slot_offset=0,
+            "model", DraftPass, self, unchanged, unchanged, width=0, taps=(), slot_offset=0
         )
 
 

@@ -70,24 +70,14 @@ class Index:
                 return sorted(found, reverse=True)
         return []
 
-    def _common(
-        self,
-        context: Sequence[int],
-        end: int,
-    ) -> int:
+    def _common(self, context: Sequence[int], end: int) -> int:
         """How many tokens up to `end` equal the last ones of `context`."""
         start = max(0, end + 1 - MAX_MATCH)
         text = self.tokens[start : end + 1]
         same = map(eq, reversed(text), reversed(context))
         return sum(takewhile(bool, same))
 
-    def copy(
-        self,
-        source: str,
-        match: int,
-        end: int,
-        most: int,
-    ) -> Proposal:
+    def copy(self, source: str, match: int, end: int, most: int) -> Proposal:
         """What followed the `match` matching tokens whose last is at `end`. A copy that reaches the
         end of the text continues with itself.
 
@@ -155,11 +145,7 @@ class Corpus:
     capacity: int = CORPUS_TOKENS
     _index: Index = field(default_factory=Index)
 
-    def add(
-        self,
-        context: Sequence[int],
-        output: Sequence[int],
-    ) -> None:
+    def add(self, context: Sequence[int], output: Sequence[int]) -> None:
         """Keep an output, with the end of its prompt as the `context` that it followed."""
         half = self.capacity // 2
         new = [*context, *output, SEPARATOR][-half:]
@@ -221,12 +207,7 @@ class NgramDrafter(Drafter):
             found.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))
         return found
 
-    def draft(
-        self,
-        plan: Plan,
-        previous: Step | None,
-        chosen: Proposals,
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         for e in plan:
             if proposal := chosen.get(e.seq):
                 tokens = proposal.tokens[: e.depth]

@@ -72,12 +72,7 @@ class Proposer:
         for drafter in self.drafters:
             self._ask(drafter, drafter.clear)
 
-    def _ask(
-        self,
-        drafter: Drafter,
-        method: Callable[..., T],
-        *args: object,
-    ) -> T | None:
+    def _ask(self, drafter: Drafter, method: Callable[..., T], *args: object) -> T | None:
         """Call a drafter. It only makes things faster: if it fails, decoding goes on without it."""
         try:
             return method(*args)
@@ -107,11 +102,7 @@ class Proposer:
         self._asked.clear()
         return depths
 
-    def draft(
-        self,
-        plan: Plan,
-        previous: Step | None,
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None) -> None:
         chosen = {e.seq: self._chosen[e.seq] for e in plan if e.depth}
         for drafter in self.drafters:
             mine = {seq: each for seq, each in chosen.items() if each.drafter is drafter}
@@ -125,11 +116,7 @@ class Proposer:
         """Whether steps with drafts are submitted before the step in front of them is read."""
         return any(drafter.lazy for drafter in self.drafters)
 
-    def _decide(
-        self,
-        seqs: Sequence[Seq],
-        in_flight: bool,
-    ) -> Iterator[tuple[Seq, int, Proposal]]:
+    def _decide(self, seqs: Sequence[Seq], in_flight: bool) -> Iterator[tuple[Seq, int, Proposal]]:
         """The sequences for which something should be drafted, and how many tokens of what.
         Drafters that are not lazy are asked only for sequences that have tokens `in_flight`, as if
         these were read, or only for others."""
@@ -157,11 +144,7 @@ class Proposer:
             if depth and proposal:
                 yield seq, depth, proposal
 
-    def _options(
-        self,
-        seq: Seq,
-        in_flight: bool,
-    ) -> list[Proposal]:
+    def _options(self, seq: Seq, in_flight: bool) -> list[Proposal]:
         """What could be drafted for a sequence, with its present acceptance rates. Where a grammar
         forces the next tokens and no copy has them, only these."""
         if seq not in self._asked:
@@ -192,12 +175,7 @@ class Proposer:
 
     # ---- after a step ------------------------------------------------------------------------
 
-    def observe(
-        self,
-        step: Step,
-        accepted: Sequence[Accepted],
-        seconds: float,
-    ) -> None:
+    def observe(self, step: Step, accepted: Sequence[Accepted], seconds: float) -> None:
         self._asked.clear()
         if self.costs and seconds > 0:
             self._learn_costs(self.costs, step, seconds)
@@ -209,12 +187,7 @@ class Proposer:
         for drafter in self.drafters:
             self._ask(drafter, drafter.observe, step, accepted)
 
-    def _learn_costs(
-        self,
-        costs: Costs,
-        step: Step,
-        seconds: float,
-    ) -> None:
+    def _learn_costs(self, costs: Costs, step: Step, seconds: float) -> None:
         """Correct the costs by what the step took. A step with a prompt in it says nothing about
         drafts; what a step with a model's drafts took beyond the target's part is the model's."""
         plan = step.plan

@@ -114,11 +114,7 @@ def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 
 def _plain(tokenizer: TokenizerWrapper, text: str, follows: bool) -> list[int]:
     """Token ids of a text in which there are no control tokens; `follows`: it comes after one."""
-    split = partial(
-        tokenizer.encode,
-        add_special_tokens=False,
-        split_special_tokens=True,
-    )
+    split = partial(tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
     if follows:
         before = split("\n")
         both = split("\n" + text)

@@ -59,12 +59,7 @@ class History:
         if after[stop:].strip():
             return
         key = blake2b(after[:stop].encode(), digest_size=16).digest()
-        self._turns[key] = Turn(
-            len(before),
-            at,
-            stop,
-            tuple(ids[:-1]),
-        )
+        self._turns[key] = Turn(len(before), at, stop, tuple(ids[:-1]))
         self._turns.move_to_end(key)
         tokens = sum(len(turn.ids) for turn in self._turns.values())
         while tokens > MAX_TOKENS or len(self._turns) > MAX_TURNS:

@@ -9,14 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 
-from mlxspec.server.body import (
-    FIRST,
-    MAX_ITEMS,
-    TEXT_PART,
-    Count,
-    Stops,
-    Strict,
-)
+from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Count, Stops, Strict
 from mlxspec.server.chat_request import Format
 from mlxspec.server.content import LEFT_OUT, READABLE
 from mlxspec.server.errors import Json

@@ -83,11 +83,7 @@ async def answer(http: HttpRequest) -> ASGIApp:
     writer = LineWriter(f"ollama-{secrets.token_hex(12)}", body.model or model.name, chats)
     made = Generation(model, body, writer, "application/x-ndjson")
     if isinstance(body, Generate) and (body.suffix or (body.raw and body.prompt)):
-        unread = {
-            "format": body.form,
-            "system": body.system,
-            "tools": body.tools,
-        }
+        unread = {"format": body.form, "system": body.system, "tools": body.tools}
         if model.server.config.strict_content == "on":
             unread["images"] = body.images
         for name, value in unread.items():

@@ -50,10 +50,7 @@ class LineWriter:
             said["thinking"] = text["reasoning"]
         calls = []
         for call in [part.call for part in parts if part.call and part.ends]:
-            function = {
-                "name": call.name,
-                "arguments": as_object(call.arguments),
-            }
+            function = {"name": call.name, "arguments": as_object(call.arguments)}
             calls.append({"id": call.id, "function": function})
         if calls:
             said["tool_calls"] = calls

@@ -8,12 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import receive
-from mlxspec.server.chat_request import (
-    ChatRequest,
-    chat_generation,
-    encode_prompt,
-    engine_request,
-)
+from mlxspec.server.chat_request import ChatRequest, chat_generation, encode_prompt, engine_request
 from mlxspec.server.errors import HttpRequest, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.openai.schema import Chat, Completion, Fill, Infill
@@ -25,10 +20,7 @@ from mlxspec.text.fim import FORMS, fill_in_middle
 from mlxspec.text.messages import listed
 
 # Of bodies, by path.
-KINDS: dict[str, type[Completion]] = {
-    "/fim/completions": Fill,
-    "/infill": Infill,
-}
+KINDS: dict[str, type[Completion]] = {"/fim/completions": Fill, "/infill": Infill}
 
 
 async def chat(http: HttpRequest) -> ASGIApp:

@@ -54,10 +54,7 @@ class Assistant(nn.Module):
             self.token_ordering = mx.zeros(vocab, mx.int32)
 
     def __call__(
-        self,
-        embedded: Array,
-        hidden: Array,
-        pages: Sequence[Pages],
+        self, embedded: Array, hidden: Array, pages: Sequence[Pages]
     ) -> tuple[Array, Array]:
         """What logits are made of, [n, D], and what stands for the target's next hidden states,
         [n, width]; for embedded tokens and hidden states [n, width], a row for each sequence in
@@ -87,11 +84,7 @@ class Assistant(nn.Module):
 class AssistantPass(Pass):
     """`head.module` is an Assistant."""
 
-    def __init__(
-        self,
-        head: HeadModel,
-        runner: Runner,
-    ) -> None:
+    def __init__(self, head: HeadModel, runner: Runner) -> None:
         super().__init__(head, runner)
         # A sliding layer sees what the newest token would, less that token itself.
         target = runner.view
@@ -99,11 +92,7 @@ class AssistantPass(Pass):
         self.view = View(target.block_size, blocks, {}, target.dense)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
-    def draft(
-        self,
-        rows: Rows,
-        chain: Chain,
-    ) -> None:
+    def draft(self, rows: Rows, chain: Chain) -> None:
         hidden = rows.newest_hidden(chain.shift)
         newest = [replace(e, start=e.start - 1) for e in chain.entries]  # with keys and values
         pages = [self._lent(each) for each in self.read_from]
@@ -126,10 +115,7 @@ class AssistantPass(Pass):
         return lent
 
 
-def load_assistant(
-    files: HeadFiles,
-    target: nn.Module,
-) -> HeadModel:
+def load_assistant(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel."""
     found: list[Any] = decoder_layers(target)
     holders = {

@@ -47,12 +47,7 @@ class Convolution(nn.Module):
     """DFlash 2's: over the last rows of a block, by a kernel that depends on each row.
     `base_kernel` [2, taps, D]: one for what a layer reads, one for what it makes."""
 
-    def __init__(
-        self,
-        size: int,
-        taps: int,
-        group: int,
-    ) -> None:
+    def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.taps, self.group = taps, group
         self.base_kernel = mx.zeros((2, taps, size))
@@ -63,12 +58,7 @@ class Convolution(nn.Module):
         made: Array = self.kernel_projection(x)
         return made.reshape(*x.shape[:2], 2, self.taps, -1)
 
-    def __call__(
-        self,
-        x: Array,
-        kernels: Array,
-        which: int,
-    ) -> Array:
+    def __call__(self, x: Array, kernels: Array, which: int) -> Array:
         n, rows, size = x.shape
         groups = x.reshape(n, rows, -1, self.group)
         out = mx.zeros_like(groups)
@@ -84,13 +74,7 @@ class BlockLayer(nn.Module):
     before its own; with DFlash 2's convolutions, if `config` has them. `window`: of a sliding
     layer."""
 
-    def __init__(
-        self,
-        layer: Any,
-        config: Json,
-        window: int | None,
-        causal: bool,
-    ) -> None:
+    def __init__(self, layer: Any, config: Json, window: int | None, causal: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         for name, part in layer.items():
             self[name] = part
@@ -108,23 +92,13 @@ class BlockLayer(nn.Module):
         v = attend.v_proj(context).reshape(shape).swapaxes(1, 2)
         pages.write(attend.rope(k, offset=pages.view.positions), v)
 
-    def __call__(
-        self,
-        x: Array,
-        mask: Array,
-        cache: Any,
-    ) -> Any:
+    def __call__(self, x: Array, mask: Array, cache: Any) -> Any:
         """[n, B, D]; `mask` bool [n, 1, B or 1, S + B]."""
         attend = partial(self.self_attn, mask=mask, cache=cache)
         x = x + self._around("attention_conv", attend, self.input_layernorm(x))
         return x + self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x))
 
-    def _around(
-        self,
-        name: str,
-        inner: Callable[[Array], Any],
-        x: Array,
-    ) -> Any:
+    def _around(self, name: str, inner: Callable[[Array], Any], x: Array) -> Any:
         """`inner` with a convolution before and after it, if there is one."""
         if name not in self:
             return inner(x)
@@ -144,12 +118,7 @@ class Selector(nn.Module):
         self.successor_codebook = nn.Embedding(vocab, rank)
         self.hidden_projection = nn.Linear(config["hidden_size"], rank, bias=False)
 
-    def __call__(
-        self,
-        logits: Array,
-        hidden: Array,
-        before: Array,
-    ) -> Array:
+    def __call__(self, logits: Array, hidden: Array, before: Array) -> Array:
         """[n, vocab] of logits [n, vocab], the row's output [n, D] and the tokens before [n]; -inf
         for tokens that are not among the best."""
         found = mx.argpartition(logits, -self.best, axis=-1)[:, -self.best :]
@@ -169,12 +138,7 @@ class Markov(nn.Module):
         rows = config.get("draft_vocab_size") or config["vocab_size"]
         self.markov_w2 = nn.Linear(config["markov_rank"], rows, bias=False)
 
-    def __call__(
-        self,
-        logits: Array,
-        hidden: Array,
-        before: Array,
-    ) -> Array:
+    def __call__(self, logits: Array, hidden: Array, before: Array) -> Array:
         return logits + self.markov_w2(self.markov_w1(before))
 
 
@@ -182,12 +146,7 @@ class Block(nn.Module):
     """The head's modules under their published names. A block is the newest token, which predicts
     a token itself if `from_anchor`, and tokens `mask`. `taps` hidden states of `width` each."""
 
-    def __init__(
-        self,
-        config: Json,
-        taps: int,
-        width: int,
-    ) -> None:
+    def __init__(self, config: Json, taps: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         size = config["hidden_size"]
         eps = config["rms_norm_eps"]
@@ -233,12 +192,7 @@ class Block(nn.Module):
             x = layer(x, mask, cache)
         return self.norm(x)
 
-    def scores(
-        self,
-        logits: Array,
-        hidden: Array,
-        before: Array,
-    ) -> Array:
+    def scores(self, logits: Array, hidden: Array, before: Array) -> Array:
         """What a row's token is drawn from, [n, vocab], once the token before it is drawn."""
         for name in ("candidate_selector", "markov_head"):
             if name in self:

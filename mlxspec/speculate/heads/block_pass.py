@@ -31,11 +31,7 @@ class BlockCache:
     blocks: Blocks
     offset: mx.array
 
-    def update_and_fetch(
-        self,
-        k: mx.array,
-        v: mx.array,
-    ) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         size = self.pages.view.block_size
         pools = self.pages.pools()
         keys, values = [gather(pool, self.blocks, size, slice(None)) for pool in pools]
@@ -46,10 +42,7 @@ class BlockPass(Pass):
     """`head.module` is a Block."""
 
     @staticmethod
-    def fill(
-        head: HeadModel,
-        caches: Sequence[Any],
-    ) -> None:
+    def fill(head: HeadModel, caches: Sequence[Any]) -> None:
         row = head.embed(mx.array([[0]]))
         for layer, kv in zip(head.module.layers, caches, strict=True):
             layer.self_attn(row, None, kv)
@@ -60,11 +53,7 @@ class BlockPass(Pass):
             self.head.module.store(rows.hidden, self.pages)
             self.submit()
 
-    def draft(
-        self,
-        rows: Rows,
-        chain: Chain,
-    ) -> None:
+    def draft(self, rows: Rows, chain: Chain) -> None:
         self.read(rows)
         depth = chain.entries[0].depth
         hidden = self._block(chain, depth)
@@ -73,11 +62,7 @@ class BlockPass(Pass):
             at = slice(len(chain.entries)), token
             chain.draw(self.head.module.scores(logits[at], hidden[at], chain.tokens))
 
-    def _block(
-        self,
-        chain: Chain,
-        depth: int,
-    ) -> mx.array:
+    def _block(self, chain: Chain, depth: int) -> mx.array:
         """The head's output [n, depth, D] in the rows that predict."""
         module, drafting = self.head.module, chain.entries
         extra = 0 if module.from_anchor else 1
@@ -97,12 +82,7 @@ class BlockPass(Pass):
         return out
 
     def _context(
-        self,
-        drafting: Plan,
-        starts: mx.array,
-        rows: int,
-        window: int | None,
-        causal: bool,
+        self, drafting: Plan, starts: mx.array, rows: int, window: int | None, causal: bool
     ) -> tuple[Blocks, mx.array]:
         """The blocks [n, W] whose K and V a layer reads, and the mask of these and of the block."""
         size = self.view.block_size
@@ -115,11 +95,7 @@ class BlockPass(Pass):
 
 
 def block_mask(
-    slots: mx.array,
-    starts: mx.array,
-    rows: int,
-    window: int | None,
-    causal: bool,
+    slots: mx.array, starts: mx.array, rows: int, window: int | None, causal: bool
 ) -> mx.array:
     """Bool [n, 1, rows, S + rows], 1 for `rows` if they see the same: what each row of a block sees
     of the context's `slots` [S] and of the block. `starts` int32 [n] are the newest tokens'

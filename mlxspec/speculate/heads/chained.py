@@ -22,21 +22,14 @@ class ChainedPass(Pass):
     target's next hidden state."""
 
     @staticmethod
-    def fill(
-        head: HeadModel,
-        caches: Sequence[Any],
-    ) -> None:
+    def fill(head: HeadModel, caches: Sequence[Any]) -> None:
         rows = head.embed(mx.array([[0, 0]]))
         head.module(rows, rows, caches)
 
     def read(self, rows: Rows) -> None:
         self._forward(rows)
 
-    def draft(
-        self,
-        rows: Rows,
-        chain: Chain,
-    ) -> None:
+    def draft(self, rows: Rows, chain: Chain) -> None:
         out = self._forward(rows)[rows.newest(chain.shift)]
         chain.draw(self.head.lm_head(out))
         while chain.entries:
@@ -44,11 +37,7 @@ class ChainedPass(Pass):
             out = self._forward(drafted, chain.shift)
             chain.draw(self.head.lm_head(out))
 
-    def _forward(
-        self,
-        rows: Rows,
-        shift: Shift = None,
-    ) -> Array:
+    def _forward(self, rows: Rows, shift: Shift = None) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that
         are alike."""
         view, hidden = self.view, rows.hidden
@@ -72,19 +61,11 @@ class ParallelPass(ChainedPass):
     """P-EAGLE's (arXiv 2602.01469): rows of `module.mask` with `module.mask_hidden` behind the
     newest token's draft the tokens after the first, in the same pass."""
 
-    def __init__(
-        self,
-        head: HeadModel,
-        *args: Any,
-    ) -> None:
+    def __init__(self, head: HeadModel, *args: Any) -> None:
         super().__init__(head, *args)
         self._hidden = head.prepare(head.module.mask_hidden)
 
-    def draft(
-        self,
-        rows: Rows,
-        chain: Chain,
-    ) -> None:
+    def draft(self, rows: Rows, chain: Chain) -> None:
         depth, shift = chain.entries[0].depth, chain.shift
         starts = starts_of(rows.entries)
         newest = mx.array([starts[run] + run.count - 1 for run in rows.entries])

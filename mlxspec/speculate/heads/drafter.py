@@ -40,11 +40,7 @@ class HeadDrafter(Drafter):
 
     lazy = True
 
-    def __init__(
-        self,
-        head: HeadModel,
-        runner: Runner,
-    ) -> None:
+    def __init__(self, head: HeadModel, runner: Runner) -> None:
         self.name = head.name
         self.head = head
         self.runner = runner
@@ -91,12 +87,7 @@ class HeadDrafter(Drafter):
             made.append(Proposal(self.name, (), costs.token, costs.fixed, keys))
         return made
 
-    def draft(
-        self,
-        plan: Plan,
-        previous: Step | None,
-        chosen: Proposals,
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         self._place(plan)
         drafting = deepest_first(plan, chosen)
         if not drafting:
@@ -110,11 +101,7 @@ class HeadDrafter(Drafter):
         chain = Chain(drafting, chosen, shift, tokens)
         self._pass.draft(rows, chain)
 
-    def observe(
-        self,
-        step: Step,
-        accepted: Sequence[Accepted],
-    ) -> None:
+    def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         """Keep those of a step's hidden states that stand, and read what is due; other rows are
         read once there are MAX_LAG."""
         hidden = self._hidden(step)
@@ -206,11 +193,7 @@ class HeadDrafter(Drafter):
 
     # ---- costs -------------------------------------------------------------------------------
 
-    def learn_seconds(
-        self,
-        seconds: float,
-        depth: int,
-    ) -> None:
+    def learn_seconds(self, seconds: float, depth: int) -> None:
         self.costs.learn(seconds, depth)
 
     def make_one(self, table: list[int]) -> None:
@@ -227,11 +210,7 @@ class HeadDrafter(Drafter):
         self.costs.measure(seconds, self.head.depth)
         return replace(self.costs)
 
-    def _seconds(
-        self,
-        table: list[int],
-        depth: int,
-    ) -> float:
+    def _seconds(self, table: list[int], depth: int) -> float:
         """Seconds that a draft of so many tokens takes behind one row."""
         context = min(64, len(table) * self.runner.view.block_size - depth - 1)
         seq = unused_seq(self.runner, table, context)
@@ -247,19 +226,13 @@ class HeadDrafter(Drafter):
         return time.perf_counter() - began
 
 
-def _rows_of(
-    runs: Sequence[tuple[Entry, mx.array]],
-    previous: Step | None,
-) -> Rows:
+def _rows_of(runs: Sequence[tuple[Entry, mx.array]], previous: Step | None) -> Rows:
     """Rows with their hidden states, and the tokens there; those in flight are taken lazily."""
     entries = [e for e, _ in runs]
     return Rows(entries, build_inputs(entries, previous, None), joined([rows for _, rows in runs]))
 
 
-def joined(
-    parts: Sequence[mx.array],
-    axis: int = 0,
-) -> mx.array:
+def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
     """The parts in one; [0, 0] of none."""
     if len(parts) == 1:
         return parts[0]

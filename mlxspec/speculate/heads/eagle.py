@@ -16,13 +16,7 @@ from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.speculate.heads.tensors import (
-    check_taps,
-    flat_config,
-    load_module,
-    mask_of,
-    sizes_of,
-)
+from mlxspec.speculate.heads.tensors import check_taps, flat_config, load_module, mask_of, sizes_of
 from mlxspec.types import Json, Tap
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -31,13 +25,7 @@ AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 class FirstLayer(nn.Module):
     """A decoder layer whose attention sees [embedding, hidden state], 2 * D wide."""
 
-    def __init__(
-        self,
-        layer: Any,
-        size: int,
-        eps: float,
-        norm_before_residual: bool,
-    ) -> None:
+    def __init__(self, layer: Any, size: int, eps: float, norm_before_residual: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.norm_before_residual = norm_before_residual
         for name, part in layer.items():
@@ -48,13 +36,7 @@ class FirstLayer(nn.Module):
             wide = nn.Linear(2 * size, narrow.weight.shape[0], bias="bias" in narrow)
             self.self_attn[name] = wide
 
-    def __call__(
-        self,
-        embedded: Array,
-        hidden: Array,
-        mask: Any,
-        cache: Any,
-    ) -> Any:
+    def __call__(self, embedded: Array, hidden: Array, mask: Any, cache: Any) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
@@ -67,12 +49,7 @@ class Eagle3(nn.Module):
     """The head's modules under their published names. `width`: of each of the target's hidden
     states, of which there are `taps`."""
 
-    def __init__(
-        self,
-        config: Json,
-        taps: int,
-        width: int,
-    ) -> None:
+    def __init__(self, config: Json, taps: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         size, eps = config["hidden_size"], config["rms_norm_eps"]
         layers: list[Any] = [decoder_layer(config) for _ in range(config["num_hidden_layers"])]
@@ -96,12 +73,7 @@ class Eagle3(nn.Module):
             taps = mx.concatenate(normed, axis=-1)
         return self.fc(taps)
 
-    def __call__(
-        self,
-        embedded: Array,
-        hidden: Array,
-        caches: Any,
-    ) -> Any:
+    def __call__(self, embedded: Array, hidden: Array, caches: Any) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
         mask = caches[0].make_mask(embedded.shape[1], return_array=True, window_size=None)
         x = self.layers[0](embedded, hidden, mask, caches[0])

@@ -76,10 +76,7 @@ def find_head(path: Path) -> HeadFiles:
     return none
 
 
-def find_draft(
-    path: Path,
-    target: Path,
-) -> HeadFiles:
+def find_draft(path: Path, target: Path) -> HeadFiles:
     """What --draft names, for the model in `target`: of the same model, unconverted for example,
     only its head is wanted."""
     found = find_head(path)

@@ -29,13 +29,7 @@ class ResBlock(nn.Module):
 class Medusa(nn.Module):
     """`heads`: of each its blocks and its lm_head, in the order of the tokens that they draft."""
 
-    def __init__(
-        self,
-        heads: int,
-        blocks: int,
-        size: int,
-        vocab: int,
-    ) -> None:
+    def __init__(self, heads: int, blocks: int, size: int, vocab: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.heads = [
             [*(ResBlock(size) for _ in range(blocks)), nn.Linear(size, vocab, bias=False)]

@@ -27,12 +27,7 @@ FIRST_EXPERT = ".experts.0."  # in names of numbered experts
 class MTP(nn.Module):
     """`layers` are decoder layers with full attention."""
 
-    def __init__(
-        self,
-        layers: list[nn.Module],
-        size: int,
-        eps: float,
-    ) -> None:
+    def __init__(self, layers: list[nn.Module], size: int, eps: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.pre_fc_norm_embedding = nn.RMSNorm(size, eps)
@@ -40,12 +35,7 @@ class MTP(nn.Module):
         self.layers = layers
         self.norm = nn.RMSNorm(size, eps)
 
-    def __call__(
-        self,
-        embedded: Array,
-        hidden: Array,
-        caches: Any,
-    ) -> Any:
+    def __call__(self, embedded: Array, hidden: Array, caches: Any) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(mx.concatenate(parts, axis=-1))
@@ -55,10 +45,7 @@ class MTP(nn.Module):
         return self.norm(x)
 
 
-def load_mtp(
-    files: HeadFiles,
-    target: nn.Module,
-) -> HeadModel:
+def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
     owner: Any = getattr(target, "language_model", target)
     args = owner.args

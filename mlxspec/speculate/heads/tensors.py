@@ -25,11 +25,7 @@ def flat_config(files: Json) -> Json:
     return inner | {name: value for name, value in files.items() if name != "model_type"}
 
 
-def load_tensors(
-    files: HeadFiles,
-    module: nn.Module,
-    tensors: dict[str, Array],
-) -> None:
+def load_tensors(files: HeadFiles, module: nn.Module, tensors: dict[str, Array]) -> None:
     """Load all of a module's tensors, lazily. Raises UnsupportedModel where some are missing, too
     many or of another shape."""
     try:
@@ -91,11 +87,7 @@ def sizes_of(target: nn.Module) -> tuple[int, int]:
     return example.shape[-1], lm_head(example).shape[-1]
 
 
-def check_taps(
-    files: HeadFiles,
-    taps: Sequence[Tap],
-    layers: int,
-) -> None:
+def check_taps(files: HeadFiles, taps: Sequence[Tap], layers: int) -> None:
     """Refuse a head that reads layers which the model does not have."""
     if not all(0 <= tap < layers for tap in taps):
         raise UnsupportedModel(

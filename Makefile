@@ -35,8 +35,9 @@ clean:
 
 $(BIN)/python:
 	@if "$(PYTHON)" -c '$(NEW)' 2>/dev/null; then \
-		echo "Making .venv with $(PYTHON), and a current pip"; \
-		"$(PYTHON)" -m venv --upgrade-deps .venv || { rm -rf .venv; echo "the venv module of $(PYTHON) does not work; install it, or uv" >&2; exit 1; }; \
+		echo "Making .venv with $(PYTHON)"; \
+		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "the venv module of $(PYTHON) does not work; install it, or uv" >&2; exit 1; }; \
+		.venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip || echo "pip stays as it is"; \
 	elif command -v uv >/dev/null 2>&1; then \
 		uv venv --python 3.12 .venv; \
 	else \

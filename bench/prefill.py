@@ -109,7 +109,7 @@ def main() -> None:
     config = Config(model=args.model, speculate="off", cache_gb=0.0)
     engine, _ = resolve_model(config).load()
     own = engine.scheduler.prefill_budget
-    # The first long prompt, read in steps of ever more rows, shows what rows cost.
+    # The first long prompt shows what rows and attention cost.
     reading(engine, own, prompt_of(min(args.tokens, engine.scheduler.limit - 2), -1, engine.vocab))
     console = Console()
     console.print(alone(engine, own, args.fixed, args.tokens, args.rounds))

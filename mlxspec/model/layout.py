@@ -348,7 +348,7 @@ def probe_logits(runner: Runner) -> list[dict[int, Array]]:
         logits[Seq(request, tokens=[*prompt, *CONTINUATION], table=table)] = {}
 
     def step(plan: Sequence[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
-        counts = dict(zip(plan, accepted, strict=True))
+        counts = dict(zip(plan, accepted, strict=False))
         done = runner.forward(plan, None)
         mx.eval(done.logits)
         if any(accepted):
@@ -365,9 +365,9 @@ def probe_logits(runner: Runner) -> list[dict[int, Array]]:
     if runner.layout != "solo" and runner.states.rollback_supported:
         drafts = map(Draft, DRAFTS)
         step([Entry(seq, seq.computed, 1, True, draft=next(drafts)) for seq in logits], ACCEPTED)
-    else:
-        step([Entry(seq, seq.computed, 1, True) for seq in logits])
-    step([Entry(seq, seq.computed, seq.remaining, True) for seq in logits])
+    step([Entry(seq, seq.computed, 1, True) for seq in logits])
+    left = [seq for seq in logits if seq.remaining]
+    step([Entry(seq, seq.computed, seq.remaining, True) for seq in left])
     return list(logits.values())
 
 

@@ -117,7 +117,7 @@ async def _read(http: HttpRequest, data: bytearray) -> None:
                 state.unread += len(part)
                 if len(data) > most:
                     raise ApiError(413, why)
-                if state.unread > MAX_BODIES * most:
+                if len(data) > LARGE and state.unread > MAX_BODIES * most:
                     raise Busy(RETRY_S, "other requests have large bodies")
     except TimeoutError as error:
         why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"

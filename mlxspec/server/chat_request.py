@@ -1,6 +1,7 @@
 """What the chat APIs ask of the engine, in one form, and its way to an engine request.
 
-Rule: everything that can be wrong with a request is found here, before anything is queued.
+Rule: everything that can be wrong with a request is found here, before anything is queued, but for
+a grammar that does not compile.
 """
 
 import secrets

@@ -12,6 +12,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -62,6 +63,7 @@ def serve_model(
     for number in _signals():
         signal.signal(number, stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
+        threading.stack_size(8 << 20)  # of the threads to come: llguidance recurses
         gc.disable()  # imports leave hardly any garbage, and looking for it takes a seventh of them
         app = _load(config, load_on_request)
         gc.freeze()  # the first collection would walk all of it, beside the first answer

@@ -46,7 +46,7 @@ Row = Json  # figures of one generation, made by Generation._row
 @dataclass(slots=True)
 class Model:
     """The text side of one served model, whether or not its weights are loaded. `defaults` are its
-    sampling settings. Only the text thread uses `history` and `grammars`."""
+    sampling settings. Only the text thread uses `history`, and asks `grammars`."""
 
     server: "ServerState"
     name: str
@@ -143,8 +143,7 @@ class ServerState:
             name = name.removesuffix(":latest")  # Ollama's clients add that
         if name in served:
             return str(name)
-        short = name is None or len(name) <= MAX_NAME  # answers repeat it
-        lenient = short and self.config.strict_model_names == "off"
+        lenient = self.config.strict_model_names == "off" and len(name or "") <= MAX_NAME
         if name is None or name in ALIASES or (lenient and name.lower().startswith(FAMILIES)):
             return self.worker.info.name
         folder = "models--" + name.replace("/", "--")  # of the hub's cache
@@ -200,4 +199,4 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         job.cancel()
         # An error after the client has left is nobody's.
         await asyncio.gather(job, return_exceptions=True)
-        del job  # break the cycle error -> traceback -> frame -> task -> error
+        del job, work  # break the cycle error -> traceback -> frame -> task -> error

@@ -226,7 +226,12 @@ def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schem
     ("schema", "said"),
     [
         ({"const": 2**53 + 1}, "2^53"),
-        ({"type": "integer", "multipleOf": 0}, "multiple of"),
+        ({"type": "integer", "multipleOf": 0}, "multipleOf"),
+        ({"allOf": [{"multipleOf": 100_000}, {"multipleOf": 100_000}]}, "multipleOf"),
+        (
+            {"items": {"type": "integer", "multipleOf": 997}, "contains": {"multipleOf": 991}},
+            "multipleOf",
+        ),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         (
             {
@@ -308,6 +313,7 @@ def test_no_key_comes_in_disguise(made: dict[str, Grammars]) -> None:
         'start: a "b"\na[max_tokens=3]: /x+/',
         'start: "\ud800"',
         "start: /(?=a)/",
+        'start: %json {"const": 9007199254740993}',
     ],
 )
 def test_a_clients_grammar_that_is_not_taken(made: dict[str, Grammars], lark: str) -> None:

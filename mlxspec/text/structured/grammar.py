@@ -25,6 +25,8 @@ from mlxspec.text.structured.trial import Trial, compiled, warm_error
 from mlxspec.types import Json
 
 MAX_COMPILED = 32  # grammars in the cache
+LEAST_SIZE = 1 << 23  # bytes that one counts at least
+MAX_CACHED = MAX_COMPILED * LEAST_SIZE  # what these took to compile
 MAX_COMPILING = 4  # grammars at once
 MAX_BYTES = 1 << 19  # of a grammar
 MAX_BLANKS = 4  # characters of white space between reasoning and answer
@@ -57,6 +59,12 @@ class Grammars:
     )
     _lock: Lock = field(default_factory=Lock)  # of the cache
     _building: Lock = field(default_factory=Lock)  # of the vocabulary
+    _behind: str = "BLANKS?"  # the rule for what follows the reasoning
+
+    def __post_init__(self) -> None:  # on this thread: encoding changes the tokenizer meanwhile
+        if self.tokenizer.response_transitions:
+            ids = self.tokenizer.encode(NEXT_MESSAGE, add_special_tokens=False)
+            self._behind = _tokens(ids)
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
         """The Lark rule of calls of these tools, or only of the one called `name`: JSON objects
@@ -111,6 +119,8 @@ class Grammars:
     def compile(self, lark: str, thinking: bool | None, where: str) -> Future[Make]:
         """What makes a matcher for each answer, once it is compiled. `thinking`: the prompt has
         opened the reasoning; None: the answer may open it."""
+        if len(lark) > MAX_BYTES:
+            raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
         known = self._known(lark, thinking)
         if not known:
             return self._threads.submit(self._compile, lark, thinking, where)
@@ -130,18 +140,20 @@ class Grammars:
             return replace(known, matcher=known.matcher.deep_copy()).make
 
     def _compile(self, lark: str, thinking: bool | None, where: str) -> Make:
+        if known := self._known(lark, thinking):  # another request has asked for it
+            return known
         with self._building:
             self._vocabulary = self._vocabulary or self._read_vocabulary(where)
         made = self._vocabulary.compiled(lark, thinking, where)
         with self._lock:
             self._compiled[lark, thinking] = made
-            if len(self._compiled) > MAX_COMPILED:
+            while sum(each.size for each in self._compiled.values()) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         return self._known(lark, thinking) or made.make
 
     def _read_vocabulary(self, where: str) -> "Vocabulary":
         try:
-            return Vocabulary(self.tokenizer, self.vocab)
+            return Vocabulary(self.tokenizer, self.vocab, self._behind)
         except BaseException as error:  # a panic of Rust code is no Exception
             why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
             raise rejected(where, f"{why}; leave it out") from error
@@ -155,11 +167,11 @@ class Vocabulary:
     wherever any text may.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, vocab: int) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, vocab: int, behind: str) -> None:
         ends = [token for token in tokenizer.eos_token_ids if token < min(vocab, len(tokenizer))]
         if not ends:
             raise ValueError("no token ends an answer")
-        self._tokenizer, self._eos = tokenizer, sorted(ends)
+        self._tokenizer, self._eos, self._behind = tokenizer, sorted(ends), behind
         read = copy(tokenizer._tokenizer.backend_tokenizer)
         read.no_padding()
         read.no_truncation()
@@ -183,10 +195,7 @@ class Vocabulary:
         if thinking is False or not closer:
             return "start: @answer"
         ends = ",".join(map(str, [*self._eos, closer[-1]]))
-        behind = "BLANKS?"
-        if self._tokenizer.response_transitions:
-            behind = _tokens(self._tokenizer.encode(NEXT_MESSAGE, add_special_tokens=False))
-        think = f"<[^{ends}]>* <[{closer[-1]}]> {behind}"
+        think = f"<[^{ends}]>* <[{closer[-1]}]> {self._behind}"
         if thinking is None:
             opener = _tokens(self._tokenizer.think_start_tokens)
             think = f"({opener}{think})?"
@@ -194,19 +203,15 @@ class Vocabulary:
 
     def compiled(self, lark: str, thinking: bool | None, where: str) -> "CompiledGrammar":
         """A grammar of this field, tried out first. Raises RejectedRequest."""
-        if len(lark) > MAX_BYTES:
-            raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
-        seconds = 0.0
+        seconds, size = 0.0, LEAST_SIZE
         for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
             whole = self._whole(lark, before)
-            taken, problem = self._trial.run(whole)
+            taken, used, problem = self._trial.run(whole)
             if problem:
                 raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
-            seconds += taken
+            seconds, size = seconds + taken, max(size, used)
         again = partial(compiled, self.inner, whole)
-        matcher = again()
-        warm_error(matcher)
-        return CompiledGrammar(matcher, again, self, seconds < RESTART_S)
+        return CompiledGrammar(again(), again, self, seconds < RESTART_S, size)
 
     def _whole(self, lark: str, thinking: bool | None) -> str:
         """A grammar with the reasoning before it, as llguidance takes it."""
@@ -226,6 +231,7 @@ class CompiledGrammar:
     again: Callable[[], LLMatcher]
     vocabulary: Vocabulary
     quick: bool
+    size: int  # bytes
 
     def make(self) -> "GrammarMatcher":
         """The matcher of one answer."""
@@ -257,9 +263,11 @@ class GrammarMatcher:
         if self._slow >= MAX_SLOW:  # it would hold up the other answers
             raise RuntimeError("masks take long: too many ways to read the text; send fewer")
         # Not rolled back: llguidance's rollback loses what special tokens have changed.
-        ahead, read = self._inner.deep_copy(), self._consumed.copy()
+        draft = draft if self._drafts else ()
+        ahead = self._inner.deep_copy() if draft else self._inner
+        read = self._consumed.copy()
         try:
-            for token in draft if self._drafts else ():
+            for token in draft:
                 if not rows[-1] & ~known.ends & 1 << token:
                     break
                 _consume(ahead, token)

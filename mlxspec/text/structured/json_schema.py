@@ -5,8 +5,10 @@ let pass or read inexactly, and drops what constrains nothing.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, TypeGuard
 
 from mlxspec.text.messages import rejected, rejected_value
@@ -16,6 +18,7 @@ Nodes = list[Json]
 
 MAX_ERROR = 1 << 12  # characters: an error repeats the grammar
 MAX_INT = 1 << 53  # llguidance computes with floats: a larger integer becomes its neighbour
+MAX_MULTIPLE = 65_535  # llguidance multiplies two in 32 bits
 MAX_SHIFTED = 1e14  # an integer with a half beyond has more digits than floats hold
 EXACT_HINT = "send integers up to 2^53 and other numbers with up to 15 digits"
 
@@ -68,6 +71,8 @@ def checked_lark(text: str, where: str) -> str:
     here."""
     if option := OPTION.search(text):
         raise rejected(where, f"has the option {option[1]}, which cannot be honoured; leave it out")
+    if "%json" in text:  # not checked, and in another style
+        raise rejected(where, "has %json, which is not taken in a grammar; send a schema instead")
     return text
 
 
@@ -94,6 +99,7 @@ def _walk(value: Any) -> Iterator[Any]:
 
 def _check_numbers(nodes: Nodes, where: str) -> None:
     """Refuses numbers that llguidance would read inexactly, and what it does not count."""
+    multiple = 1
     for node in nodes:
         for key in LOWER + UPPER:
             if _is_number(bound := node.get(key)):
@@ -103,6 +109,13 @@ def _check_numbers(nodes: Nodes, where: str) -> None:
                 if _is_number(value) and _is_inexact(value):
                     why = f"{key} has {shown(value)}, which is not exact; {EXACT_HINT}"
                     raise rejected(where, why)
+        step = node.get("multipleOf")
+        if _is_number(step):
+            digits = re.sub(r"\D", "", f"{Decimal(repr(step)):f}")  # 25 of 0.25
+            multiple = math.lcm(multiple, int(digits))
+        if not 1 <= multiple <= MAX_MULTIPLE:
+            why = f"together the digits of all in a schema may make 1 to {MAX_MULTIPLE}"
+            raise rejected(where, f"has multipleOf = {shown(step)}: {why}; leave it out")
         least, required = node.get("minProperties"), node.get("required")
         names = set(map(str, required)) if isinstance(required, list) else ()
         if _is_number(least) and least > 1 + len(names):

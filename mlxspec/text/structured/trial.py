@@ -23,11 +23,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_CPU_S = 3  # of one grammar
 MAX_S = 10  # by the clock: others may run beside it
-MAX_MEMORY = 1 << 30  # bytes, beyond what the process has to begin with
+MAX_MEMORY = 1 << 29  # bytes, beyond what the process has to begin with
 WATCH_S = 0.02  # between two looks at these
-STACK = 4 << 20  # bytes; the server's threads have twice as much
+STACK = 4 << 20  # bytes; the server's threads have twice as much (server/process.py)
 IDLE_S = 120.0  # without a grammar, until the process ends: it keeps the vocabulary in memory
-ENDING_S = 0.1  # from the end of its sockets to that of the process
 NICE = 5  # answers go first
 COMMAND = (sys.executable, "-P", "-m", "mlxspec.text.structured.trial")
 # llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 30 ms a mask.
@@ -60,51 +59,48 @@ class Trial:
     def __init__(self, vocabulary: str, eos: list[int]) -> None:
         self._tokenizer = json.dumps([vocabulary, eos]).encode()
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: Any = None  # a socket to it
+        self._control: socket.socket | None = None  # to the process
         self._end: Callable[[], object] = lambda: None
 
-    def run(self, grammar: str) -> tuple[float, str]:
-        """The CPU seconds that a grammar takes to compile, and why it cannot be used, "" if it
-        can."""
-        said = self._ask(grammar.encode())
-        if not said and self._ended():
-            said = self._ask(grammar.encode())
+    def run(self, grammar: str) -> tuple[float, int, str]:
+        """The CPU seconds and the bytes that a grammar takes to compile, and why it cannot be used,
+        "" if it can. Raises RuntimeError where no process can be had."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(2 * MAX_S)
+        said = b""
+        with ours:
+            with theirs, self._lock:
+                self._hand_over(theirs)
+            with suppress(OSError):  # the fork has ended
+                ours.sendall(grammar.encode())
+                ours.shutdown(socket.SHUT_WR)
+                said = _read(ours)
         if not said:
             limits = f"{MAX_CPU_S} s or {MAX_MEMORY >> 20} MiB"
-            return MAX_CPU_S, f"compiling it takes more than {limits}, or too deep a stack"
-        seconds, why = json.loads(said)
-        return float(seconds), str(why)
+            return MAX_CPU_S, 0, f"compiling it takes more than {limits}, or too deep a stack"
+        seconds, size, why = json.loads(said)
+        return seconds, size, why
 
-    def _ended(self) -> bool:
-        """Whether the process itself has ended, such as for want of work."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process is None or self._process.wait(ENDING_S) is not None
-        return False
-
-    def _ask(self, grammar: bytes) -> bytes:
-        """What a fork of the process says of a grammar; nothing where that has ended."""
-        ours, theirs = socket.socketpair()
-        ours.settimeout(2 * MAX_S)  # the process may have its vocabulary to read
-        with ours, suppress(OSError):
-            with theirs, self._lock:
-                if not self._process or self._process.poll() is not None:
-                    self._start()
-                socket.send_fds(self._control, [b"g"], [theirs.fileno()])
-            ours.sendall(grammar)
-            ours.shutdown(socket.SHUT_WR)
-            return _read(ours)
-        return b""
+    def _hand_over(self, theirs: socket.socket) -> None:
+        """Give one end of a pair to the process, which is started where there is none, or it has
+        ended for want of work. macOS may lose a descriptor that is closed before it arrives."""
+        for _ in range(2):
+            with suppress(OSError):
+                if self._control:
+                    socket.send_fds(self._control, [b"g"], [theirs.fileno()])
+                    if self._control.recv(1):
+                        return
+            self._start()
+        raise RuntimeError("the process that compiles grammars ends at once; see the log")
 
     def _start(self) -> None:
         self._end()
-        self._control, theirs = socket.socketpair()
+        control, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
-            )
-        self._end = weakref.finalize(self, _end, self._control, self._process)
-        self._control.sendall(len(self._tokenizer).to_bytes(8, "little") + self._tokenizer)
+            process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        self._control, self._end = control, weakref.finalize(self, _end, control, process)
+        control.settimeout(2 * MAX_S)  # it has its vocabulary to read
+        control.sendall(len(self._tokenizer).to_bytes(8, "little") + self._tokenizer)
 
 
 def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
@@ -125,9 +121,11 @@ def main() -> None:
         size = int.from_bytes(control.recv(8, socket.MSG_WAITALL), "little")
         vocabulary, eos = json.loads(control.recv(size, socket.MSG_WAITALL))
         tokenizer = LLTokenizer(vocabulary, eos_token=eos)
+        del vocabulary
         control.settimeout(IDLE_S)
         with suppress(OSError):
             while fds := socket.recv_fds(control, 1, 1)[1]:
+                control.send(b"g")
                 if not os.fork():
                     _try(tokenizer, socket.socket(fileno=fds[0]))
                 os.close(fds[0])
@@ -144,7 +142,7 @@ def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
 
     def work() -> None:
         why = problem(compiled(tokenizer, grammar))
-        said.append([time.process_time(), why])  # of this fork alone
+        said.append([time.process_time(), _peak() - memory, why])  # of this fork alone
 
     threading.stack_size(STACK)
     worker = threading.Thread(target=work, daemon=True)

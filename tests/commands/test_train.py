@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None) 
     return tmp_path / "cache"
 
 
+ANSWERS: dict[Path, bytes] = {}  # of all tests, by their place in a cache directory
+
+
+@pytest.fixture
+def answered(cache: Path) -> Iterator[Path]:
+    """A cache directory with the answers that tests before this one have collected."""
+    for place, answers in ANSWERS.items():
+        (cache / place).parent.mkdir(parents=True)
+        (cache / place).write_bytes(answers)
+    yield cache
+    for file in cache.glob("training/*/answers.jsonl"):
+        ANSWERS.setdefault(file.relative_to(cache), file.read_bytes())
+
+
 def command(*words: str) -> int:
     with pytest.raises(SystemExit) as caught, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["mlxspec", "train", str(kinds.TARGET), *words])
@@ -49,10 +64,10 @@ def better(monkeypatch: pytest.MonkeyPatch, *figures: float) -> None:
 
 
 def test_a_trained_head_is_used_from_then_on(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     better(monkeypatch, 1.0, 1.5, 1.5, 1.2)
-    config = Config(model=str(kinds.TARGET), cache_dir=str(cache))
+    config = Config(model=str(kinds.TARGET), cache_dir=str(answered))
     assert resolve_model(config).draft is None
     assert command(*WORDS) == 0
     said = capsys.readouterr().out
@@ -61,7 +76,7 @@ def test_a_trained_head_is_used_from_then_on(
     found = resolve_model(config).draft
     assert found is not None
     first = found.path.resolve()
-    assert first.is_relative_to(cache / "heads")
+    assert first.is_relative_to(answered / "heads")
     assert resolve_model(replace(config, draft="off")).draft is None
     listed = models.local_models(config)[:2]
     assert [one.kind for one in listed] == ["model", "head"] and listed[1].bytes > 1000
@@ -69,15 +84,15 @@ def test_a_trained_head_is_used_from_then_on(
     assert command(*WORDS) == 1  # no better than the first
     found = resolve_model(config).draft
     assert found is not None and found.path.resolve() == first
-    assert len(list((cache / "heads").iterdir())) == 2  # the head and the link to it
+    assert len(list((answered / "heads").iterdir())) == 2  # the head and the link to it
 
 
 def test_a_head_that_was_learned_before_goes_on(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With its own draft vocabulary; one that cannot be used is replaced by a new head."""
     better(monkeypatch, *(1.0, 1.5) * 4)
-    config = Config(model=str(kinds.TARGET), cache_dir=str(cache))
+    config = Config(model=str(kinds.TARGET), cache_dir=str(answered))
 
     def made(*words: str) -> tuple[Path, dict, int]:
         assert command(*WORDS, *words) == 0
@@ -102,7 +117,7 @@ def test_a_head_that_was_learned_before_goes_on(
     assert about["begins_as"] == {} and size == 512
 
 
-def test_the_head_of_a_real_comparison(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_head_of_a_real_comparison(answered: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is measured before and after is what the engine does."""
     assert command(*WORDS) in (0, 1)
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("held-out"))
@@ -244,15 +259,15 @@ def test_recorded_answers_come_first(
 
 
 def test_a_head_keeps_its_place_where_its_model_has_another_name(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    answered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else two would be found."""
     better(monkeypatch, 1.0, 1.5, 1.5, 1.8)
     assert command(*WORDS) == 0
     monkeypatch.setenv("MLXSPEC_NAME", "coder")
     assert command(*WORDS) == 0
-    assert len(list((cache / "heads").iterdir())) == 2  # the last head and the link to it
-    assert len(list((cache / "training").glob("*/answers.jsonl"))) == 1
+    assert len(list((answered / "heads").iterdir())) == 2  # the last head and the link to it
+    assert len(list((answered / "training").glob("*/answers.jsonl"))) == 1
 
 
 @pytest.fixture

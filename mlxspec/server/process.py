@@ -65,9 +65,11 @@ def serve_model(
     with listener or bind(config) as listener:  # a used port is reported before the loading
         threading.stack_size(8 << 20)  # of the threads to come: llguidance recurses
         gc.disable()  # imports leave hardly any garbage, and looking for it takes a seventh of them
-        app = _load(config, load_on_request)
-        gc.freeze()  # the first collection would walk all of it, beside the first answer
-        gc.enable()
+        try:
+            app = _load(config, load_on_request)
+            gc.freeze()  # the first collection would walk all of it, beside the first answer
+        finally:
+            gc.enable()
         app.state.server.note = note
         end(serve(app, listener))
 

@@ -264,8 +264,9 @@ class GrammarMatcher:
             raise RuntimeError("masks take long: too many ways to read the text; send fewer")
         # Not rolled back: llguidance's rollback loses what special tokens have changed.
         draft = draft if self._drafts else ()
-        ahead = self._inner.deep_copy() if draft else self._inner
-        read = self._consumed.copy()
+        ahead, read = self._inner, self._consumed
+        if draft:
+            ahead, read = ahead.deep_copy(), read.copy()
         try:
             for token in draft:
                 if not rows[-1] & ~known.ends & 1 << token:

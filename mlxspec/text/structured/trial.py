@@ -36,13 +36,8 @@ LIMITS = LLParserLimits(
 
 
 def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """The matcher of a grammar, with or without a `problem`."""
+    """The matcher of a grammar, which may have failed."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-
-
-def problem(matcher: LLMatcher) -> str:
-    """Why a new matcher cannot be used, "" if it can."""
-    return warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
 
 
 def warm_error(matcher: LLMatcher) -> str:
@@ -141,7 +136,8 @@ def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
     said: list[Any] = []
 
     def work() -> None:
-        why = problem(compiled(tokenizer, grammar))
+        matcher = compiled(tokenizer, grammar)
+        why = warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
         said.append([time.process_time(), _peak() - memory, why])  # of this fork alone
 
     threading.stack_size(STACK)

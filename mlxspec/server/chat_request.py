@@ -23,14 +23,15 @@ from mlxspec.text.chat import (
     encode,
     remember,
     render,
-    template_reads,
 )
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import TooLong, canonical, rejected
-from mlxspec.text.output_parser import FINAL, OutputParser
+from mlxspec.text.formats import FINAL, format_of
+from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
+from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
 
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
@@ -222,7 +223,7 @@ def _limited(
     most = min(model.server.config.thinking_budget, chat.budget)
     if not template_reads(tokenizer, "reasoning_effort"):
         most = min(most, EFFORT_TOKENS.get(effort, most))
-    if most == UNLIMITED or not tokenizer.has_thinking:
+    if most == UNLIMITED or not format_of(tokenizer).think_start:
         return (lambda: grammar.result()()) if grammar else None
     return lambda: ThinkingBudget(tokenizer, most, prompt.thinking, grammar and grammar.result()())
 

@@ -5,69 +5,99 @@ back. Where the text breaks off, or is no JSON, so are they.
 """
 
 import json
-import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+import regex as re
 
+from mlxspec.text.control_tokens import END, any_of
+from mlxspec.text.formats import CALL_ID, NAME, OTHER, PIECE, TAG, TAGS, ChatFormat, Layout, Value
+from mlxspec.text.literals import literal
 from mlxspec.text.messages import clean, types_of
 from mlxspec.types import Json
 
-MAX_HEAD = 128  # characters in which the arguments must begin, or the call is read as a whole
-NOT_JSON = (ValueError, TypeError, LookupError, RecursionError)
+Pattern = re.Pattern[str]
+Schemas = Mapping[str, Json]  # of parameters, by tool and name
+
+MAX_HEAD = 256  # characters in which the arguments must begin, or the call is read as a whole
+NOT_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError, StopIteration)
 
 # What stands before a call and says nothing: white space, a code fence, the end of the JSON before
 # it; and inside of tags also tags and further fields.
 BETWEEN = r"```(?:json)?(?=\s|\Z)|[\s,;\[\]}]"
-SKIPPED = (
-    r"(?:</?\|?[\w:]*(?:tool|function)_calls?\w*\|?>|\[TOOL_CALLS\]"
-    rf'|"\w+"\s*:\s*"[^"]*"|{BETWEEN})*+'
-)
-# Up to the arguments in JSON, with the name: Hermes' and Qwen's, Mistral's, Kimi's, Harmony's.
-JSON_HEAD = SKIPPED + (
-    r'(?:\{\s*"name"\s*:\s*"|(?:to=)?(?:functions\.)?)([^\s"\\<>\[\]:]+)'
-    r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*\[ARGS\]|:\d+\s*<\|tool_call_argument_begin\|>'
-    r"|[^{}]{0,64}<\|message\|>)"
-    r'\s*(?=\{\s*["}])'
+SKIPPED = rf'</?\|?[\w:]*(?:tool|function)_calls?\w*\|?>|\[TOOL_CALLS\]|"\w+"\s*:\s*"[^"]*"|{BETWEEN}'
+TOOL = r"([^\s\"'<>\[\](){}\\]+?)"  # the name of one
+OBJECT = r'\s*(?=\{\s*["}])'  # where arguments in JSON begin
+# Up to there, whatever the format: Hermes' and Qwen's, Mistral's, Kimi's, Harmony's.
+JSON_HEAD = (
+    rf'(?:\{{\s*"name"\s*:\s*"|(?:to=)?){TOOL}'
+    r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]'
+    rf"|\s*<\|tool_call_argument_begin\|>|(?=[\s<])[^{{}}]{{0,64}}<\|message\|>){OBJECT}"
 )
 MARKS = re.compile(r'\\.?|["{}\[\]\x00-\x1f]|(?=<)', re.DOTALL)
 DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
-# The end of a text that may become the end of a value.
-MAYBE_CLOSE = re.compile(r"\n?(?:</[\w:]{1,24}>\s{0,64}(?:<[\w/=]{0,12})?|<[\w:/]{0,24})?\Z")
 
 
-class ParameterFormat(NamedTuple):
-    """How a model writes a call as parameters, as patterns: of what stands before them, with the
-    call's name; before a value, with the parameter's name, or at the end of the call; and behind a
-    value. One line feed on either side of a value is no part of it."""
+def known_name(name: str, tools: Collection[str]) -> str:
+    """The tool that a model calls by this name, with its namespace and number as Kimi writes them.
+    Raises ValueError where there is none."""
+    for each in (name, re.sub(r"\A\w+[.:]|:?\d+\Z", "", name), re.sub(r":?\d+\Z", "", name)):
+        if each in tools:
+            return each
+    raise ValueError(f"there is no tool {name!r}")
 
-    head: str
-    key: str
-    close: str
+
+def loose(text: str) -> str:
+    """The pattern of a format's text, with any white space, quotes, digits, ids and names."""
+    made = []
+    for piece in PIECE.findall(text):
+        if piece.isspace():
+            made.append(r"(?:\\n|\s)*+")
+        elif piece == '"':
+            made.append(r"\s*\"?\s*")
+        elif piece.startswith(CALL_ID):
+            made.append(r"[\w.:-]*+")
+        elif piece in (NAME, OTHER):
+            made.append(r"[^\s<>\"]++")
+        else:
+            made.append(r"\d+" if piece.isdigit() else re.escape(piece))
+    return "".join(made)
 
 
-GLM = ParameterFormat(
-    r"([^\s<>{]+)\s*(?=<(?:longcat_)?arg_key>)",
-    r"<(?:longcat_)?arg_key>([^<]+)</(?:longcat_)?arg_key>(?:\\n|\s)*+"
-    r"<(?:longcat_)?arg_value>(?:\n|(?=[^\n]))|</(?:longcat_)?tool_call>|</think>",
-    r"</(?:longcat_)?arg_value>",
-)
-FORMATS = {  # by mlx-lm's names
-    "glm47": GLM,
-    "longcat": GLM,
-    "minimax_m2": ParameterFormat(
-        r'<invoke name="?([^"<>]+)"?>',
-        r'<parameter name="?([^"<>]+)"?>(?:\n|(?=[^\n]))'
-        r"|</invoke>|</(?:minimax:)?tool_call>|</think>",
-        r"</parameter>",
-    ),
-    "qwen3_coder": ParameterFormat(
-        r"<function=([^\s<>]+)>",
-        r"<parameter=([^\s<>]+)>(?:\n|(?=[^\n]))|</function>|</tool_call>|</think>",
-        r"</parameter>(?=\s{0,64}(?:<parameter=|</function>|</tool_call>|</think>))",
-    ),
-}
+@lru_cache
+def skipped(form: ChatFormat) -> Pattern:
+    """What stands before a call and says nothing, in a format."""
+    edges = {SKIPPED: None}
+    for layout in form.layouts:
+        texts = [layout.start, layout.opens, layout.closes, layout.between, layout.ends]
+        texts += re.findall(TAGS, "".join(texts))
+        edges |= {loose(text.strip()): None for text in texts if re.search(r"[^\W\d]", text)}
+    return re.compile(f"(?:{'|'.join(edges)})*+")
+
+
+@lru_cache
+def heads(form: ChatFormat) -> list[tuple[Pattern, Layout | None]]:
+    """The patterns of calls up to their arguments, with the name; a layout for those whose
+    arguments are parameters."""
+    before = skipped(form).pattern
+    made: list[tuple[Pattern, Layout | None]] = [(re.compile(before + JSON_HEAD), None)]
+    for layout in form.layouts:
+        opens = before + loose(layout.name_opens.removesuffix("functions.")) + TOOL
+        after = loose(layout.after) if layout.name_opens else f"(?:{loose(layout.after)})?"
+        if layout.style != "words":
+            made.append((re.compile(opens + after + OBJECT), None))
+        if layout.style == "tags":
+            first = f"(?={loose(layout.key)}|{endings(form, layout)})"
+            made.append((re.compile(opens + loose(layout.after) + first), layout))
+    return made
+
+
+def endings(form: ChatFormat, layout: Layout) -> str:
+    """The pattern of the markers that end a call, or all of them."""
+    tags = [*re.findall(TAGS, layout.closes + layout.ends), layout.start, form.think_end]
+    return "|".join(loose(tag) for tag in tags if tag)
 
 
 @dataclass(slots=True)
@@ -77,7 +107,6 @@ class JsonArguments:
 
     rest: str = ""
     ended: bool = False
-    end: str = ""  # what ends them if the model does
     _string: bool = False  # whether the text ends inside one
     _depth: int = 0  # of open brackets
 
@@ -101,44 +130,119 @@ class JsonArguments:
                     return made + text[done:at]
         return made + text[done:]
 
+    def finish(self) -> str:
+        """What the end of the answer adds: nothing."""
+        return ""
+
+
+@lru_cache(256)
+class ParameterPatterns:
+    """How the parameters of a call are read. `key`: what stands before a value, with the name, and
+    the number of the way in which it is written as the last group; or the end of the call. `closes`
+    ends a value, by its way: the group `next` is behind it. `ending`: the end of the call, where
+    the end of the last value is left out."""
+
+    def __init__(self, form: ChatFormat, layout: Layout, names: frozenset[str]) -> None:
+        key, ends = loose(layout.key), endings(form, layout)
+        opens = [f"(?P<w{i}>{_opens(way, layout)})" for i, way in enumerate(layout.values)]
+        self.key = re.compile(rf'{key}([^<>\n"]+?)(?:{"|".join(opens)})|(?:{ends})')
+        known = "|".join(map(re.escape, names)) or "(?!)"
+        ways = "|".join(loose(way.opens.rstrip()) for way in layout.values)
+        forgotten = rf"\n?(?P<next>{key}(?:{known})(?:{ways}))"
+        call = loose(layout.closes.strip())
+        forgotten += rf"|\n?(?P<next>{call}\s*{loose(layout.start)})" if call else ""
+        self.closes = [
+            re.compile(rf"{_closes(way)}(?P<next>\s{{0,64}}(?:{key}|{ends}))|{forgotten}")
+            for way in layout.values
+        ]
+        self.ending = re.compile(rf"\s*{call or '(?!)'}\s*(?:{ends})?\s*\Z")
+
+
+def _opens(way: Value, layout: Layout) -> str:
+    """The pattern before a value. White space at its end is the template's, once."""
+    text = way.opens.rstrip()
+    padding = way.opens[len(text) :]
+    longer = [other.opens.removeprefix(way.opens) for other in layout.values]
+    longer = [more for more in longer if more not in ("", *(v.opens for v in layout.values))]
+    made = loose(text) + (f"(?!{any_of(longer, END)})" if longer else "")
+    return made + (rf"(?:{re.escape(padding)}|(?=[^{re.escape(padding[0])}]))" if padding else "")
+
+
+def _closes(way: Value) -> str:
+    """The pattern behind a value; of a tag that ends it the last character may be wrong."""
+    text = way.closes.lstrip()
+    made = loose(text)
+    if text.startswith("</"):
+        made = loose(text.removesuffix(">")) + r"\s*/?>?"
+    padding = re.escape(way.closes[: -len(text)])
+    return (f"(?:{padding})?" if padding else "") + made
+
 
 @dataclass(slots=True)
 class ParameterArguments:
     """Arguments that are parameters with a value each, like JsonArguments. A value is given out
-    when it is complete, one whose schema has only the type string as it comes."""
+    when it is complete, a string as it comes."""
 
-    form: ParameterFormat
+    layout: Layout
+    patterns: ParameterPatterns
     schemas: Json
     rest: str = ""
     ended: bool = False
-    end: str = "</tool_call>"
     _before: str = "{"  # the next parameter
-    _key: str = ""  # of the value that is being read
+    _way: int | None = None  # of the value that is being read
     _types: set[str] = field(default_factory=set)  # of that value
 
     def feed(self, text: str) -> str:
         """What this text adds to the arguments."""
         self.rest += text
         made = ""
-        while found := re.search(self.form.close if self._key else self.form.key, self.rest):
-            text, self.rest = self.rest[: found.start()], self.rest[found.end() :]
-            if self._key:
-                made += self._value(text.removesuffix("\n"))
-                self._key = ""
-            elif found[1]:
-                self._key, self._types = found[1], types_of(self.schemas.get(found[1]))
-                made += f"{self._before}{_dumped(self._key)}: "
-                if self._types == {"string"}:
-                    made += '"'
-                self._before = ", "
-            else:
-                self.ended = True
-                return made + ("}" if self._before == ", " else "{}")
-        if self._key and self._types == {"string"}:
-            text = MAYBE_CLOSE.sub("", self.rest)
-            self.rest = self.rest[len(text) :]
-            made += _dumped(text)[1:-1]
+        while not self.ended:
+            if self._way is None:
+                found = self.patterns.key.search(self.rest)
+                if not found:
+                    break
+                self.rest = self.rest[found.end() :]
+                made += self._begin(found[1], found.lastgroup)
+                continue
+            found = self.patterns.closes[self._way].search(self.rest, partial=True)
+            if not found or found.partial:
+                made += self._stream(found.start() if found else len(self.rest))
+                break
+            text, self.rest = self.rest[: found.start()], self.rest[found.start("next") :]
+            made += self._value(text)
+            self._way = None
         return made
+
+    def finish(self) -> str:
+        """What the end of the answer adds, where the model ended it. A value must have ended, or
+        its call."""
+        if self._way is not None:
+            found = self.patterns.ending.search(self.rest, partial=True)
+            if found and re.search(TAG, found[0]):
+                self.rest = self.rest[: found.start()] + self.layout.values[self._way].closes
+        return self.feed(self.layout.closes + self.layout.ends + self.layout.end)
+
+    def _begin(self, key: str | None, way: str | None) -> str:
+        """The next parameter, or without a key the end of the call."""
+        if key is None or way is None:
+            self.ended = True
+            return "}" if self._before == ", " else "{}"
+        self._way = int(way[1:])
+        self._types = types_of(self.schemas.get(key))
+        if not self._types and (string := self.layout.values[self._way].string) is not None:
+            self._types = {"string"} if string else {"object"}
+        made = f"{self._before}{_dumped(key)}: "
+        self._before = ", "
+        return made + ('"' if self._types == {"string"} else "")
+
+    def _stream(self, end: int) -> str:
+        """What is certain of a string, at most up to `end`."""
+        if self._types != {"string"}:
+            return ""
+        if found := self.patterns.ending.search(self.rest, partial=True):
+            end = min(end, found.start())
+        text, self.rest = self.rest[:end], self.rest[end:]
+        return _dumped(text)[1:-1]
 
     def _value(self, text: str) -> str:
         """A complete value, or the rest of a string."""
@@ -153,18 +257,22 @@ class ParameterArguments:
 Arguments = JsonArguments | ParameterArguments
 
 
-def begun(
-    text: str, tokenizer: TokenizerWrapper, schemas: Json
-) -> tuple[str, Arguments, int] | None:
+def begun(text: str, form: ChatFormat, schemas: Schemas) -> tuple[str, Arguments, int] | None:
     """The call that the text begins with: its name, a reader for its arguments, and where they
-    begin. None where they have not begun, or the format is read as a whole. `schemas` are those of
-    the parameters, by tool and name; a call in JSON is one of these tools."""
+    begin. None where they have not begun, it calls no tool, or the format is read as a whole."""
     text = text[:MAX_HEAD]
-    form = FORMATS.get(tokenizer.tool_parser.__module__.rpartition(".")[2])
-    if (found := re.match(JSON_HEAD, text)) and found[1] in schemas:
-        return found[1], JsonArguments(), found.end()
-    if form and (found := re.match(SKIPPED + form.head, text)):
-        return found[1], ParameterArguments(form, schemas.get(found[1], {})), found.end()
+    for pattern, layout in heads(form):
+        found = pattern.match(text)
+        try:
+            name = known_name(found[1], schemas) if found else None
+        except ValueError:
+            continue
+        if found and name and layout is None:
+            return name, JsonArguments(), found.end()
+        if found and name and layout:
+            own = schemas[name]
+            patterns = ParameterPatterns(form, layout, frozenset(own))
+            return name, ParameterArguments(layout, patterns, own), found.end()
     return None
 
 
@@ -179,11 +287,11 @@ def typed(text: str, types: set[str]) -> Any:
         return None if stripped == "null" and "null" in types else text
     if not types and not stripped.startswith(("{", "[")):
         return text
-    if stripped in ("True", "False"):
-        stripped = stripped.lower()
     try:
-        value = json.loads(stripped)
-    except ValueError:
+        value = literal(stripped)
+        if isinstance(value, str) and types & {"object", "array"}:
+            value = literal(value)  # JSON in JSON
+    except NOT_JSON:
         return text
     if isinstance(value, float) and types == {"integer"} and value.is_integer():
         return int(value)

@@ -4,7 +4,7 @@ One conversation renders to the same tokens however it was spelled (a list of on
 string). It is rewritten only where the model's template refuses it, always in the same way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from mlxspec.files import read_json
 from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
 from mlxspec.text.detokenizer import token_bytes
+from mlxspec.text.formats import format_of, is_harmony
 from mlxspec.text.history import History
 from mlxspec.text.messages import (
     REWRITES,
@@ -33,7 +34,7 @@ from mlxspec.text.messages import (
     rejected,
     spelled_out,
 )
-from mlxspec.text.output_parser import ANALYSIS, HARMONY, MESSAGE_END, is_harmony
+from mlxspec.text.template import apply_template, template_reads
 from mlxspec.text.tool_calls import as_object
 from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
 
@@ -68,25 +69,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # whatever the libraries raise at such files
         why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
         raise InvalidRequest(why) from error
-    if not tokenizer.has_tool_calling:  # messages.py writes the tools, calls are JSON in tags
-        tokenizer._tool_parser = json_tools.parse_tool_call
-        tokenizer._tool_call_start = json_tools.tool_call_start
-        tokenizer._tool_call_end = json_tools.tool_call_end
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    if {"<|channel|>", "<|message|>"} <= added:
-        _use_harmony(tokenizer)
+    if not tokenizer.has_tool_calling:  # then Hermes' is what a model may have seen
+        read = tokenizer.detokenizer
+        tokenizer = TokenizerWrapper(  # type: ignore[no-untyped-call]
+            tokenizer._tokenizer,
+            lambda _: read,
+            tokenizer.eos_token_ids,
+            tool_call_start=json_tools.tool_call_start,
+            tool_call_end=json_tools.tool_call_end,
+            tool_parser=json_tools.parse_tool_call,
+        )
+    if is_harmony(tokenizer):
+        tokenizer.add_eos_token("<|call|>")  # type: ignore[no-untyped-call]
     tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead
     return tokenizer
-
-
-def _use_harmony(tokenizer: Tokenizer) -> None:
-    """Set up a tokenizer of gpt-oss, whose format mlx-lm does not know."""
-    own: Any = tokenizer
-    own._response_format = HARMONY
-    own._think_start, own._think_end = ANALYSIS, MESSAGE_END
-    own._think_start_tokens = tuple(encode(tokenizer, ANALYSIS, special=False))
-    own._think_end_tokens = tuple(encode(tokenizer, MESSAGE_END, special=False))
-    own.add_eos_token("<|call|>")
 
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
@@ -139,13 +135,6 @@ def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> N
             error.tokens = tokens
             raise error
         size *= 4
-
-
-def template_reads(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether the chat template may read the variable `name`. A template in code may."""
-    template = tokenizer.chat_template
-    texts = template.values() if isinstance(template, dict) else [template]
-    return any(text is None or name in text for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +199,9 @@ def render(
     if context:
         check_length(tokenizer, text, context, field)
     ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
-    end, opener = text.rstrip(), tokenizer.think_start
-    decided = opener and end.endswith((opener, tokenizer.think_end))
-    thinking = end.endswith(opener) if decided else None
+    end, form = text.rstrip(), format_of(tokenizer)
+    decided = form.think_start and end.endswith((form.think_start, form.think_end))
+    thinking = end.endswith(form.think_start) if decided else None
     return RenderedPrompt(text, ids, thinking)
 
 
@@ -283,8 +272,7 @@ def _applied(
         messages = spelled_out(messages, tools)
     elif tools:
         options["tools"] = tools
-    options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
+    options |= {"add_generation_prompt": generation_prompt}
     if conversation.continued:
         options |= {"add_generation_prompt": False, "continue_final_message": True}
-    apply: Callable[..., str] = tokenizer.apply_chat_template
-    return clean(apply(rewrite(messages), **options))
+    return clean(apply_template(tokenizer, rewrite(messages), **options))

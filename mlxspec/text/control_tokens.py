@@ -12,6 +12,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxspec.text.formats import format_of, has_headers
+
 NOTHING = "(?!)"  # the pattern that is never found
 END = r"|\Z"  # a further branch of a pattern: the end of the text
 MARK = "\ufdd0"  # Unicode promises that it never stands for a character
@@ -30,9 +32,10 @@ class ControlTokens:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         t = tokenizer
-        own = {t.think_start, t.tool_call_start, t.tool_call_end}
-        if not t.response_transitions:  # else it ends more than the reasoning
-            own.add(t.think_end)
+        form = format_of(t)
+        own = {form.think_start}.union(*((each.start, each.end) for each in form.layouts))
+        if not has_headers(t):  # else it ends more than the reasoning
+            own.add(form.think_end)
         words = []
         self.loose = False
         kinds: dict[tuple[str, str], list[str]] = {}

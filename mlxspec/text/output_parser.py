@@ -7,16 +7,18 @@ one. Markers are mlx-lm's, and the white space around them goes with them.
 
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import log
-from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, SKIPPED, Arguments, begun
+from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, NOT_JSON, Arguments, begun, skipped
 from mlxspec.text.control_tokens import END, any_of
+from mlxspec.text.formats import MARKER, MESSAGE_END, NEXT_MESSAGE, TAGS, format_of, is_harmony
 from mlxspec.text.messages import Tools
-from mlxspec.text.tool_calls import FUNCTION, FUNCTION_END, is_xml, read_calls
+from mlxspec.text.tool_calls import read_calls
 from mlxspec.types import line_of
 
 Kind = Literal["reasoning", "content", "call"]
@@ -27,34 +29,27 @@ NORMAL = "normal"  # the beginning of the content, which may be a call in JSON w
 CONTENT = "content"
 REASONING = "reasoning"
 CALL = "tool"
-XML_CALL = "call in XML without tags"
+BARE_CALL = "call without the markers of its section"
 REASONING_CALL = "call inside the reasoning"
 
-# OpenAI's Harmony, gpt-oss' format: an answer is messages, each in a channel or to a function
-# (https://cookbook.openai.com/articles/openai-harmony).
-ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-NEXT_MESSAGE, MESSAGE_END = "<|start|>assistant", "<|end|>"
-FUNCTION_CALL = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>"
-HARMONY = {
-    "initial_state": "header",
-    "transitions": {
-        "header": [
-            ("<|channel|>analysis", "header of reasoning"),
-            ("to=", CALL),
-            ("<|message|>", NORMAL),
-        ],
-        "header of reasoning": [("to=", CALL), ("<|message|>", REASONING)],
-        # A text may speak of the end alone.
-        **dict.fromkeys((REASONING, NORMAL, CALL), ((MESSAGE_END + NEXT_MESSAGE, "header"),)),
-    },
+HARMONY: Mapping[str, Sequence[tuple[str, str]]] = {
+    "header": [
+        ("<|channel|>analysis", "header of reasoning"),
+        ("to=", CALL),
+        ("<|message|>", NORMAL),
+    ],
+    "header of reasoning": [("to=", CALL), ("<|message|>", REASONING)],
+    # A text may speak of the end alone.
+    **dict.fromkeys((REASONING, NORMAL, CALL), [(MESSAGE_END + NEXT_MESSAGE, "header")]),
 }
 
+TAG_BEGINS = r"[<\[]"
 CONTENT_STATES = (NORMAL, CONTENT)
-CALL_STATES = (CALL, XML_CALL, REASONING_CALL)
+CALL_STATES = (CALL, BARE_CALL, REASONING_CALL)
 REASONING_STATES = (REASONING, REASONING_CALL)
 
 # The name of a call whose arguments have not begun, in any format.
-CUT_CALL = SKIPPED + r"(?:\W*(?:open|call|tool|to|functions?|invoke|name)\b)*+\W*([\w.-]+)"
+CUT_CALL = r"(?:\W*(?:open|call|tool|to|functions?|invoke|name)\b)*+\W*([\w.-]+)"
 
 
 @dataclass(slots=True)
@@ -95,14 +90,20 @@ class OutputParser:
 
     def __post_init__(self) -> None:
         tokenizer, calls = self.tokenizer, bool(self.tools)
+        self._form = form = format_of(tokenizer)
         self._edges = transitions(tokenizer, calls, self.constrained)
+        self._ends = {layout.end for layout in form.layouts if layout.end}
+        starts = any_of(layout.start for layout in form.layouts if layout.start)
+        self._around = re.compile(rf"\A\s*(?:{starts})|(?:{any_of(self._ends)})\s*\Z")
+        # Calls like those of Python in brackets, without markers.
+        self._bare = any(not each.start and each.style == "words" for each in form.layouts)
         self._patterns = {}
         for state, edges in self._edges.items():
             marker = rf"(?<!\s)\s*+(?:{any_of(edges, END)}{END})\s*+"
             self._patterns[state] = re.compile(marker)
         self._untagged = calls and not self.constrained
         # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
-        self._tail = str(tokenizer.think_start) if self.thinking else ""
+        self._tail = form.think_start if self.thinking else ""
         self._schemas = {}  # of parameters, by tool and name
         for tool in self.tools:
             found = (tool["function"].get("parameters") or {}).get("properties")
@@ -113,7 +114,7 @@ class OutputParser:
         self.calls: list[Call] = []
         self._made: list[Part] = []  # until they are taken
         self._last: Kind | None = None  # of all parts
-        first = tokenizer.response_initial_state or NORMAL
+        first = "header" if is_harmony(tokenizer) else tokenizer.response_initial_state or NORMAL
         self._enter(NORMAL if self.continued else first)
 
     def feed(self, text: str) -> list[Part]:
@@ -139,9 +140,9 @@ class OutputParser:
         elif self._reader or self._tail.strip() or not (self.calls or self._last == "reasoning"):
             self._add(self._tail)
         if self._reader and not cut:
-            self._stream(self._reader.end)
+            self._take_from(self._reader, self._reader.finish())
         if self._state in CALL_STATES and not self._reader:
-            named = re.match(CUT_CALL, self._held) if cut else None
+            named = re.match(skipped(self._form).pattern + CUT_CALL, self._held) if cut else None
             if named and named[1] in self._schemas:
                 self._open_call(named[1])
             else:
@@ -166,8 +167,10 @@ class OutputParser:
             return
         self._stream(text)
         if self._state == NORMAL and not self._reader:
+            listed = self._bare and self._held.lstrip().startswith("[")
             if self._start()[:1] not in ("", "{", "`") or len(self._held) > MAX_HEAD:
-                self._end_untagged()
+                if not listed:
+                    self._end_untagged()
 
     def _say(self, text: str) -> None:
         if text:
@@ -184,15 +187,17 @@ class OutputParser:
         content = before in CONTENT_STATES
         said = self._last == "content" or bool(self.calls)
         if before in CALL_STATES or self._reader:
-            if self._reader:
+            if self._reader or after in (CONTENT, REASONING):
                 self._stream(found)
-                if self._reader:  # a part of the arguments
-                    return
-            end = marker in (self.tokenizer.tool_call_end, FUNCTION_END) and not self._sent
-            self._end_call(found if end else "")
+            if self._reader:  # a part of the arguments
+                return
+            if self._sent:
+                self._held = self._held.removesuffix(found)
+            self._end_call()
             self._enter(after, found)
         elif content and after == NORMAL:  # a marker that leads nowhere
-            if marker == self.tokenizer.tool_call_end and self._last != "call":
+            silent = said or bool(self._held.strip())
+            if self._last != "call" if marker in self._ends else marker == self._form.think_end and silent:
                 self._add(found)
         elif content and after == REASONING and (said or self._held.strip()):
             self._add(found)  # nothing in the answer itself opens the reasoning any more
@@ -207,18 +212,21 @@ class OutputParser:
             if not self._reader:
                 if self._state == NORMAL and self._start()[:1] not in ("{", "`"):
                     return
-                found = begun(self._held, self.tokenizer, self._schemas)
+                found = begun(self._held, self._form, self._schemas)
                 if not found:
                     return
                 name, self._reader, at = found
                 self._held, self._sent = self._held[at:], True
                 self._open_call(name)
-            reader = self._reader
-            made, self._held = reader.feed(self._held), ""
-            if made or reader.ended:
-                self._add_to_call(made, ends=reader.ended)
-            if reader.ended:
-                self._reader, self._held = None, reader.rest
+            text, self._held = self._held, ""
+            self._take_from(self._reader, self._reader.feed(text))
+
+    def _take_from(self, reader: Arguments, arguments: str) -> None:
+        """Add what a reader has found."""
+        if arguments or reader.ended:
+            self._add_to_call(arguments, ends=reader.ended)
+        if reader.ended:
+            self._reader, self._held = None, reader.rest
 
     def _open_call(self, name: str) -> None:
         self.calls.append(Call(f"call_{secrets.token_hex(12)}", name, ""))
@@ -229,18 +237,18 @@ class OutputParser:
         call.arguments += arguments
         self._emit(Part("call", arguments, call, opens, ends))
 
-    def _end_call(self, end: str = "") -> None:
-        """Add the calls of the held text. What cannot be read is text, with its marker `end`."""
+    def _end_call(self) -> None:
+        """Add the calls of the held text. What cannot be read is text, with its markers."""
         if self._sent:
-            self._held = re.sub(rf"\A{SKIPPED}", "", self._held)
+            self._held = skipped(self._form).sub("", self._held, 1)
+        text = self._around.sub("", self._held)
         if not self._held:
             return
-        text = self._held.strip().removeprefix(self.tokenizer.tool_call_start)
         try:
-            calls = read_calls(text, self.tokenizer, self.tools)
-        except Exception as error:  # a parser raises whatever its author chose
+            calls = read_calls(text, self._form, self._schemas)
+        except NOT_JSON as error:
             log.info("a tool call cannot be read and is shown as text: %s", line_of(error))
-            self._say(self._held + end)
+            self._say(self._held)
             return
         for name, arguments in calls:
             self._open_call(name)
@@ -253,42 +261,49 @@ class OutputParser:
     def _end_untagged(self) -> None:
         """The end of what may be calls in JSON without tags: what is left is content."""
         if self._state == NORMAL:
+            if self._bare and self._held.lstrip().startswith("["):
+                self._end_call()
+                self._held = ""
             text = self._start() if self._sent else self._held
             self._enter(CONTENT)
             self._say(text)
 
 
-def is_harmony(tokenizer: TokenizerWrapper) -> bool:
-    return tokenizer.response_transitions is HARMONY["transitions"]
-
-
 def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> Edges:
-    """The markers that lead from each state to another: mlx-lm's for this tokenizer, and with
-    `calls` those of calls and of what models write in their place."""
-    content: dict[str, str] = {}
-    edges: Edges = dict.fromkeys(CONTENT_STATES, content)
-    edges |= {state: {} for state in (REASONING, *CALL_STATES)}
-    own = tokenizer.response_transitions
-    if tokenizer.has_thinking:
-        content[tokenizer.think_start] = REASONING
-        edges[REASONING][tokenizer.think_end] = NORMAL
-    if calls:
-        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-        tagged = not any(state == CALL for some in own.values() for _, state in some)
-        if tagged:
-            content[start] = edges[CALL][start] = CALL  # again: an end was left out
-        if tagged and tokenizer.has_thinking and not constrained:
-            edges[REASONING][start] = edges[REASONING_CALL][start] = REASONING_CALL
-            edges[REASONING_CALL][tokenizer.think_end] = NORMAL
+    """The markers that lead from each state to another: of the format, and where the answer has
+    headers those of mlx-lm or Harmony. With `calls` also those of calls, and of what models write
+    in their place."""
+    form = format_of(tokenizer)
+    own = HARMONY if is_harmony(tokenizer) else tokenizer.response_transitions
+    edges: Edges = {state: {} for state in (CONTENT, REASONING, *CALL_STATES)}
+    content, reasoning = edges[CONTENT], edges[REASONING]
+    words = {}  # which open calls only where the content begins
+    if form.think_start:
+        content |= {form.think_end: NORMAL, form.think_start: REASONING}
+        reasoning[form.think_end] = NORMAL
+    headed = any(state == CALL for some in own.values() for _, state in some)
+    for layout in form.layouts if calls else ():
+        start, end = layout.start, layout.end
         if end:
-            edges[CALL][end] = CONTENT
-            edges[REASONING_CALL][end] = REASONING
-            content[end] = NORMAL  # of a call that came without its tags
-        if is_xml(tokenizer):
-            content[FUNCTION] = XML_CALL
-            edges[XML_CALL][FUNCTION_END] = CONTENT
+            edges[CALL][end], edges[REASONING_CALL][end] = CONTENT, REASONING
+            content[end] = NORMAL  # of a call that came without its start
+        if start and not re.match(TAG_BEGINS, start):
+            words[start] = CALL
+        elif start and not headed:
+            content[start] = edges[CALL][start] = CALL  # again: an end was left out
+            if form.think_start and not constrained:
+                reasoning[start] = edges[REASONING_CALL][start] = REASONING_CALL
+                edges[REASONING_CALL][form.think_end] = NORMAL
+        inner, closes = MARKER.match(layout.name_opens), re.search(TAGS, layout.closes)
+        if inner and closes and re.match(TAG_BEGINS, inner[0]) and not headed:
+            if not any(marker.startswith(inner[0]) for marker in (*content, start)):
+                content[inner[0]] = BARE_CALL
+            edges[BARE_CALL][closes[0]] = CONTENT
     for marker in tokenizer.structural_markers or ():
         content[marker] = NORMAL
+    edges[NORMAL] = content | words
     for state, some in own.items():
         edges.setdefault(state, {}).update(some)
+        if state == NORMAL:
+            content.update(some)
     return edges

@@ -1,61 +1,83 @@
-"""Parses whole tool calls in the text of an answer: JSON, or by mlx-lm's parser of the model's
-format.
+"""Parses whole tool calls in the text of an answer.
 
-A parsed call is its name and its arguments, a JSON object as text.
+A parsed call is its name, which is a tool of the request, and its arguments, a JSON object as text.
 """
 
 import json
+import re
+from collections.abc import Collection
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from mlxspec.text.call_arguments import NOT_JSON
-from mlxspec.text.messages import Tools, clean, listed
+from mlxspec.text.call_arguments import NOT_JSON, known_name
+from mlxspec.text.formats import ChatFormat, Layout
+from mlxspec.text.literals import Literals, literal
+from mlxspec.text.messages import clean, listed
 from mlxspec.types import Json
 
 NamedArguments = tuple[str, str]
 
-FUNCTION, FUNCTION_END = "<function=", "</function>"
+NAMES = ("name", "tool_name")  # of the fields of a call, in all formats
+ARGUMENTS = ("arguments", "parameters", "args", "input")
 SEPARATORS = " \n\t\r,;"  # between calls in JSON
 
 
-def is_xml(tokenizer: TokenizerWrapper) -> bool:
-    """Whether the model writes its calls as Qwen3-Coder does."""
-    return bool(tokenizer.tool_parser.__module__.endswith("qwen3_coder"))
-
-
-def read_calls(text: str, tokenizer: TokenizerWrapper, tools: Tools) -> list[NamedArguments]:
-    """The calls in the text between two markers. Raises whatever the parser of the model's format
-    raises."""
+def read_calls(text: str, form: ChatFormat, tools: Collection[str]) -> list[NamedArguments]:
+    """The calls in the text between two markers, of these tools. Raises one of NOT_JSON where there
+    is anything else."""
     try:
-        return [_checked(value) for value in _json_values(text)]
+        return [_checked(value, tools) for value in _json_values(text)]
     except NOT_JSON:
         pass
-    if is_xml(tokenizer):
-        raise ValueError("there is more than calls")  # mlx-lm's parser leaves out the rest
-    return [_checked(value) for value in listed(tokenizer.tool_parser(text, tools))]
+    for layout in form.layouts:
+        if layout.style == "words":
+            try:
+                return _worded(text, layout, tools)
+            except NOT_JSON:
+                pass
+    return [_checked(value, tools) for value in listed(literal(text))]
 
 
 def _json_values(text: str) -> list[Any]:
-    """JSON values written one after the other, one at least."""
+    """JSON values written one after the other, one at least, lists of them joined."""
     text = text.strip()
-    decoder, at = json.JSONDecoder(), 0
+    decoder, at = json.JSONDecoder(strict=False), 0
     values: list[Any] = []
     while at < len(text) or not values:
         value, at = decoder.raw_decode(text, at)
-        values.append(value)
+        values += listed(value)
         while at < len(text) and text[at] in SEPARATORS:
             at += 1
     return values
 
 
-def _checked(found: Any) -> NamedArguments:
-    """A call that a parser found. Raises one of NOT_JSON where it has no name, or no JSON object as
-    arguments."""
-    name = found["name"]
-    if not name or not isinstance(name, str):
-        raise ValueError("a call needs a name")
-    return clean(name), _object(found.get("arguments", found.get("parameters", {})))
+def _worded(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArguments]:
+    """Calls as Python or Gemma writes them, one at least."""
+    strings = next(value for value in layout.values if value.string is not False)
+    quote = strings.opens.lstrip(":= ") if layout.raw else ""
+    opens = re.escape(layout.name_opens)
+    head = re.compile(rf"[\s,;\[]*(?:{opens})?([^\s(){{}}\[\],\"'<>]+)\s*([({{])")
+    calls = []
+    reader = Literals(text, quote)
+    while not calls or reader.at < len(text.rstrip(SEPARATORS + "]")):
+        found = head.match(text, reader.at)
+        if not found:
+            raise ValueError("there is more than calls")
+        reader.at = found.end()
+        arguments = reader.members(found[2])
+        calls.append((known_name(found[1], tools), _object(arguments)))
+    return calls
+
+
+def _checked(found: Any, tools: Collection[str]) -> NamedArguments:
+    """A call as an object. Raises one of NOT_JSON where it is none of a tool with arguments."""
+    found = found.get("function", found)
+    if isinstance(found, str):  # the name, as some write it
+        return known_name(found, tools), "{}"
+    if len(found) == 1 and (name := next(iter(found))) in tools:
+        return name, _object(found[name])
+    name = next(found[key] for key in NAMES if key in found)
+    arguments = next((found[key] for key in ARGUMENTS if key in found), {})
+    return known_name(name, tools), _object({} if arguments is None else arguments)
 
 
 def _object(arguments: Any) -> str:

@@ -140,7 +140,7 @@ CODED = {
     "a parameter without an end": (CUT_XML, [("cut", "run", '{"command": "rm -rf /tm')]),
     "text behind a call": (f"<tool_call>{XML} ok</tool_call>", [CALL_READ, ("content", "ok")]),
     "no parameters": ("<function=run>\n</function>", [("call", "run", {})]),
-    "an unknown tool": ("<function=rm>\n</function>", [("call", "rm", {})]),
+    "an unknown tool": ("<function=rm>\n</function>", [("content", "<function=rm>\n</function>")]),
     "what looks like an end": (
         XML.replace("a.py", "</tool_call> </div>\n\n"),
         [("call", "read", {"path": "</tool_call> </div>\n\n", "lines": 3})],
@@ -237,7 +237,7 @@ def test_a_bare_line_feed_in_json_is_escaped(hermes: Any) -> None:
 def test_why_a_call_is_text_is_logged(hermes: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mlxspec")
     told(hermes, '<tool_call>\n{"name": "read", "arg')
-    assert "cannot be read" in caplog.text and "JSONDecodeError" in caplog.text
+    assert "cannot be read and is shown as text: ValueError" in caplog.text
 
 
 def test_content_is_shown_as_it_comes(hermes: Any) -> None:

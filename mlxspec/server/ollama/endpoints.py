@@ -19,6 +19,7 @@ from mlxspec.server.ollama.writer import LineWriter
 from mlxspec.server.openai.endpoints import completion_generation
 from mlxspec.server.state import Model, run_on_text_thread, while_connected
 from mlxspec.server.stream import Piece
+from mlxspec.text.formats import format_of
 from mlxspec.types import ModelInfo
 
 INSTEAD = {
@@ -71,7 +72,7 @@ def _model(info: ModelInfo) -> Json:
 async def show(http: HttpRequest) -> Response:
     _, model = await receive(http, Chat)
     capabilities = ["completion", "tools"]
-    if model.tokenizer.has_thinking:
+    if format_of(model.tokenizer).think_start:
         capabilities.append("thinking")
     return JSONResponse({**_model(model.info), "capabilities": capabilities})
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.responses.schema import Tool
 from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
+from mlxspec.text.formats import format_of
 from mlxspec.text.chat import Tokenizer
 from mlxspec.text.output_parser import Call, Part
 from mlxspec.text.tool_calls import as_object
@@ -184,12 +185,12 @@ class ResponsesWriter:
     def _reasoning_tokens(self, ids: Sequence[int]) -> int:
         """Tokens up to the end of the reasoning, or all of them if no token ends it."""
         thought = any(item["type"] == "reasoning" for item in self._output)
-        if not thought or not self.tokenizer.has_thinking:
+        if not thought or not format_of(self.tokenizer).think_start:
             return 0
         end: int = self.tokenizer.find_think_end(ids)  # type: ignore[no-untyped-call]
         if end < 0:
             return len(ids)
-        return end + len(self.tokenizer.think_end_tokens)
+        return end + len(format_of(self.tokenizer).think_end_tokens)
 
 
 def new_id(kind: str) -> str:

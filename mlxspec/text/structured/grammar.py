@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Tools, rejected
-from mlxspec.text.output_parser import FUNCTION_CALL, NEXT_MESSAGE, is_harmony
+from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_headers, is_harmony
 from mlxspec.text.structured.json_schema import first_line, json_rule
 from mlxspec.text.structured.trial import Trial, compiled, warm_error
 from mlxspec.types import Json
@@ -62,7 +62,7 @@ class Grammars:
     _behind: str = "BLANKS?"  # the rule for what follows the reasoning
 
     def __post_init__(self) -> None:  # on this thread: encoding changes the tokenizer meanwhile
-        if self.tokenizer.response_transitions:
+        if has_headers(self.tokenizer):
             ids = self.tokenizer.encode(NEXT_MESSAGE, add_special_tokens=False)
             self._behind = _tokens(ids)
 
@@ -103,7 +103,7 @@ class Grammars:
     def header_rule(self, text: str, where: str) -> str:
         """The rule for a message's header `text` in Harmony; "" for a model whose answers have no
         headers. Raises RejectedRequest where their form is another."""
-        if not self.tokenizer.response_transitions:
+        if not has_headers(self.tokenizer):
             return ""
         if not is_harmony(self.tokenizer):
             raise rejected(where, "cannot be honoured in this model's format; leave it out")
@@ -191,13 +191,14 @@ class Vocabulary:
     def reasoning(self, thinking: bool | None) -> str:
         """The Lark grammar of an answer by the grammar `answer`, and of the reasoning before it.
         The last token of the reasoning's end marker ends the reasoning."""
-        closer = self._tokenizer.think_end_tokens
+        form = format_of(self._tokenizer)
+        closer = form.think_end_tokens
         if thinking is False or not closer:
             return "start: @answer"
         ends = ",".join(map(str, [*self._eos, closer[-1]]))
         think = f"<[^{ends}]>* <[{closer[-1]}]> {self._behind}"
         if thinking is None:
-            opener = _tokens(self._tokenizer.think_start_tokens)
+            opener = _tokens(form.think_start_tokens)
             think = f"({opener}{think})?"
         return f"start: {think} @answer\nBLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxspec.text.formats import format_of
+
 # By a word of effort, where a model's template has no levels of its own: Google's table for Gemini
 # 2.5 (https://ai.google.dev/gemini-api/docs/openai). Other words set no limit.
 EFFORT_TOKENS = {"none": 0, "minimal": 1024, "low": 1024, "medium": 8192, "high": 24576}
@@ -47,11 +49,11 @@ class ThinkingBudget:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance over sampled tokens."""
-        start = self.tokenizer.think_start
+        start = format_of(self.tokenizer).think_start
         for token in tokens:
             if self.thinking:
                 self.left -= 1
-                self.thinking = token != self.tokenizer.think_end_tokens[-1]
+                self.thinking = token != format_of(self.tokenizer).think_end_tokens[-1]
             elif self.thinking is None:
                 said = self.text = (self.text + self.tokenizer.decode([token])).lstrip()
                 opened = said.startswith(start)
@@ -75,4 +77,4 @@ class ThinkingBudget:
         """The rest of the end marker, once it must come."""
         if not self.thinking or self.left > 0:
             return []
-        return list(self.tokenizer.think_end_tokens[-self.left :])
+        return list(format_of(self.tokenizer).think_end_tokens[-self.left :])

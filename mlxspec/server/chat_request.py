@@ -25,8 +25,8 @@ from mlxspec.text.chat import (
     render,
 )
 from mlxspec.text.detokenizer import Detokenizer
-from mlxspec.text.messages import TooLong, canonical, rejected
 from mlxspec.text.formats import FINAL, format_of
+from mlxspec.text.messages import TooLong, canonical, rejected
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
@@ -204,14 +204,16 @@ def _grammar(
         if header:
             raise rejected(form.field, "does not fit this model's format; send response_format")
         text = checked_lark(form.value, form.field)
-    else:
+        return grammars.compile(text, prompt.thinking, form.field)
+    name = None if isinstance(choice, str) else choice.full_name
+    single = name is not None or not generation.body.parallel_tool_calls
+    texts = []
+    for loose in (False, True):
         rules = [] if required else [header + json_rule(form.value, form.field)]
         if calls:
-            name = None if isinstance(choice, str) else choice.full_name
-            single = name is not None or not generation.body.parallel_tool_calls
-            rules.append(grammars.calls(talk.tools, name, single, form.field))
-        text = grammars.rules(rules)
-    return grammars.compile(text, prompt.thinking, form.field)
+            rules.append(grammars.calls(talk.tools, name, single, form.field, loose))
+        texts.append(grammars.rules(rules))
+    return grammars.compile(texts[0], prompt.thinking, form.field, instead=texts[1])
 
 
 def _limited(
@@ -219,13 +221,16 @@ def _limited(
 ) -> Make | None:
     """What makes the answers' matchers: by the grammar, once it is compiled, and with no more
     reasoning than the server's setting, the request and its word of effort all allow."""
-    tokenizer, effort = model.tokenizer, str(chat.options.get("reasoning_effort"))
+    tokenizer, form = model.tokenizer, format_of(model.tokenizer)
+    effort = str(chat.options.get("reasoning_effort"))
     most = min(model.server.config.thinking_budget, chat.budget)
     if not template_reads(tokenizer, "reasoning_effort"):
         most = min(most, EFFORT_TOKENS.get(effort, most))
-    if most == UNLIMITED or not format_of(tokenizer).think_start:
+    if most == UNLIMITED or not form.think_start:
         return (lambda: grammar.result()()) if grammar else None
-    return lambda: ThinkingBudget(tokenizer, most, prompt.thinking, grammar and grammar.result()())
+    return lambda: ThinkingBudget(
+        form, tokenizer.decode, most, prompt.thinking, grammar and grammar.result()()
+    )
 
 
 def check_ids(model: Model, ids: Iterable[int], source: str) -> None:

@@ -27,7 +27,9 @@ NOT_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError, 
 # What stands before a call and says nothing: white space, a code fence, the end of the JSON before
 # it; and inside of tags also tags and further fields.
 BETWEEN = r"```(?:json)?(?=\s|\Z)|[\s,;\[\]}]"
-SKIPPED = rf'</?\|?[\w:]*(?:tool|function)_calls?\w*\|?>|\[TOOL_CALLS\]|"\w+"\s*:\s*"[^"]*"|{BETWEEN}'
+SKIPPED = (
+    rf'</?\|?[\w:]*(?:tool|function)_calls?\w*\|?>|\[TOOL_CALLS\]|"\w+"\s*:\s*"[^"]*"|{BETWEEN}'
+)
 TOOL = r"([^\s\"'<>\[\](){}\\]+?)"  # the name of one
 OBJECT = r'\s*(?=\{\s*["}])'  # where arguments in JSON begin
 # Up to there, whatever the format: Hermes' and Qwen's, Mistral's, Kimi's, Harmony's.

@@ -6,6 +6,7 @@ string). It is rewritten only where the model's template refuses it, always in t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,19 @@ from mlxspec.files import read_json
 from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
 from mlxspec.text.detokenizer import token_bytes
-from mlxspec.text.formats import format_of, is_harmony
+from mlxspec.text.formats import PROBE_TOOLS, format_of, is_harmony
 from mlxspec.text.history import History
 from mlxspec.text.messages import (
-    REWRITES,
     Messages,
     RejectedRequest,
-    Rewrite,
     TooLong,
     Tools,
     canonical,
     check_tools,
     clean,
     rejected,
-    spelled_out,
 )
+from mlxspec.text.rewrites import GENTLE, Rewrite, rewrites_for, rewritten, tools_as_text
 from mlxspec.text.template import apply_template, template_reads
 from mlxspec.text.tool_calls import as_object
 from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
@@ -71,7 +70,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise InvalidRequest(why) from error
     if not tokenizer.has_tool_calling:  # then Hermes' is what a model may have seen
         read = tokenizer.detokenizer
-        tokenizer = TokenizerWrapper(  # type: ignore[no-untyped-call]
+        tokenizer = TokenizerWrapper(
             tokenizer._tokenizer,
             lambda _: read,
             tokenizer.eos_token_ids,
@@ -80,7 +79,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             tool_parser=json_tools.parse_tool_call,
         )
     if is_harmony(tokenizer):
-        tokenizer.add_eos_token("<|call|>")  # type: ignore[no-untyped-call]
+        tokenizer.add_eos_token("<|call|>")
     tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead
     return tokenizer
 
@@ -234,9 +233,17 @@ def remember(
         history.keep_turn(before.text, after, ids, end)
 
 
+@lru_cache(16)
+def rewrites_of(tokenizer: Tokenizer) -> tuple[Rewrite, ...]:
+    """The rewritings that a tokenizer's template needs."""
+    options = {"tools": PROBE_TOOLS} if template_reads(tokenizer, "tools") else {}
+    render = partial(apply_template, tokenizer, add_generation_prompt=True, **options)
+    return rewrites_for(render, format_of(tokenizer))
+
+
 def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
-    """The template's text. Where the template refuses the messages, each of REWRITES is tried, then
-    without an effort, of which it may know other words."""
+    """The template's text. Where the template refuses the messages, more rewritings are tried, then
+    to leave out an effort, of which it may know other words."""
     if not tokenizer.has_chat_template:
         why = "cannot be rendered: the model has no chat template; use /v1/completions"
         raise rejected("messages", why)
@@ -244,17 +251,21 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
     if conversation.options.get("reasoning_effort", "none") != "none":
         others = {k: v for k, v in conversation.options.items() if k != "reasoning_effort"}
         ways.append(replace(conversation, options=others))
-    for way, rewrite in product(ways, REWRITES):
+    # The last reason is of the messages as they came.
+    for way, rewrites in product(ways, (rewrites_of(tokenizer), GENTLE, ())):
         try:
-            return _applied(tokenizer, way, rewrite, generation_prompt)
+            return _applied(tokenizer, way, rewrites, generation_prompt)
         except Exception as error:  # a template raises whatever its author chose
-            reason = reason or str(error).strip() or type(error).__name__
+            reason = str(error).strip() or type(error).__name__
     why = f"do not fit: the model's chat template refuses them: {reason}; change roles or order"
     raise rejected("messages", why)
 
 
 def _applied(
-    tokenizer: Tokenizer, conversation: Conversation, rewrite: Rewrite, generation_prompt: bool
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    rewrites: Sequence[Rewrite],
+    generation_prompt: bool,
 ) -> str:
     """The text of rewritten messages, in which no text is a control token. Tools are spelled out
     where the template knows none."""
@@ -269,10 +280,11 @@ def _applied(
     tools = marked(conversation.tools, special.begins)
     options = marked(conversation.options, special.begins)
     if not template_reads(tokenizer, "tools"):
-        messages = spelled_out(messages, tools)
+        messages = tools_as_text(messages, tools, format_of(tokenizer))
     elif tools:
         options["tools"] = tools
-    options |= {"add_generation_prompt": generation_prompt}
+    options["add_generation_prompt"] = generation_prompt and not conversation.continued
     if conversation.continued:
-        options |= {"add_generation_prompt": False, "continue_final_message": True}
-    return clean(apply_template(tokenizer, rewrite(messages), **options))
+        options["continue_final_message"] = True
+    turns = rewritten(messages, rewrites, format_of(tokenizer))
+    return clean(apply_template(tokenizer, turns, **options))

@@ -54,6 +54,12 @@ PROBES: tuple[tuple[Any, str], ...] = (  # values, and how their texts may begin
     ({KEY_B: VALUE_A}, r"\{"),
 )
 
+PROBE_TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+    for parameters in [{"type": "object", "properties": {key: {} for key in ARGUMENTS}}]
+    for name in (NAME, OTHER)
+]
+
 TAG = r"(?:<[^<>\s\"']*>|\[/?[A-Z_]{2,}\])"
 TAGS = rf"{TAG}(?:\w+{TAG})?"
 PIECE = re.compile(rf"{TAG}|\w+|\s+|.", re.DOTALL)
@@ -114,6 +120,11 @@ class Layout:
         text = self.before.strip()
         return text.removeprefix(self.start).lstrip() if self.start else text
 
+    def written(self, name: str, arguments: str) -> str:
+        """A call whose arguments are this JSON; not of a layout with parameters."""
+        call = f"{self.before}{name}{self.after}{arguments}{self.closes}"
+        return (self.opens + call + self.ends).strip()
+
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
@@ -141,7 +152,9 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
     vocab = tokenizer.get_vocab()
     inferred = tokenizer.tool_parser.__module__.split(".")[-1] if tokenizer.tool_parser else ""
     names = [name for token, name in BY_TOKEN.items() if token in vocab]
-    names = [name for name in (*names, ALIASES.get(inferred, inferred), "json_tools") if name in KNOWN]
+    names = [
+        name for name in (*names, ALIASES.get(inferred, inferred), "json_tools") if name in KNOWN
+    ]
     layouts = ([own] if own else []) + [layout_of(name) for name in names]
     ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (start, end)]
     spelled = names[0] if dropped else ""
@@ -150,7 +163,7 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
 
 def is_harmony(tokenizer: TokenizerWrapper) -> bool:
     """Whether the model writes OpenAI's Harmony."""
-    return {"<|channel|>", "<|message|>"} <= tokenizer.get_vocab().keys()
+    return bool({"<|channel|>", "<|message|>"} <= tokenizer.get_vocab().keys())
 
 
 def has_headers(tokenizer: TokenizerWrapper) -> bool:
@@ -174,16 +187,9 @@ def written(name: str, calls: Sequence[NamedCall]) -> str:
 
 def _rendered(tokenizer: TokenizerWrapper, **answer: object) -> str:
     """A conversation in which the assistant answers so."""
-    parameters = {"type": "object", "properties": {key: {} for key in ARGUMENTS}}
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": name, "description": "", "parameters": parameters},
-        }
-        for name in (NAME, OTHER)
-    ]
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", **answer}]
-    return apply_template(tokenizer, turns, tools=tools, add_generation_prompt=False)
+    turn = {"role": "assistant", "content": "", **answer}
+    turns: list[Json] = [{"role": "user", "content": "q"}, turn]
+    return apply_template(tokenizer, turns, tools=PROBE_TOOLS, add_generation_prompt=False)
 
 
 def _as_turn(calls: Sequence[NamedCall]) -> list[Json]:
@@ -273,7 +279,7 @@ def _with_section(write: Write, layout: Layout) -> Layout:
     while n and closes[n - 1].isspace():
         n -= 1
     m = len(before) - _alike(before[::-1], between[n:][::-1])
-    return replace(
+    made = replace(
         layout,
         opens="".join(before[:m]),
         before="".join(before[m:]),
@@ -281,6 +287,9 @@ def _with_section(write: Write, layout: Layout) -> Layout:
         between="".join(between[n : len(between) - len(before) + m]),
         ends="".join(closes[n:]),
     )
+    # Behind the last marker may be the end of the turn.
+    end = made.ends.find(made.end) + len(made.end) if made.end else len(made.ends)
+    return replace(made, ends=made.ends[:end] if made.opens.strip() else "")
 
 
 def _with_parameters(
@@ -289,7 +298,7 @@ def _with_parameters(
     first: list[str],  # the pieces between name and key, and so on
     opens: list[str],
     next_: list[str],
-    _: list[str],
+    _opens: list[str],
     last: list[str],
 ) -> Layout:
     """The layout of calls whose arguments are parameters."""
@@ -299,7 +308,7 @@ def _with_parameters(
     m = _alike(first[::-1], next_[n:][::-1])
     while m and first[-m].isspace():
         m -= 1
-    closes, ending = "".join(next_[:n]), "".join(last[n:])
+    value_closes, ending = "".join(next_[:n]), "".join(last[n:])
     layout = Layout(
         "",
         before,
@@ -309,11 +318,11 @@ def _with_parameters(
         separator="".join(next_[n : len(next_) - m]),
     )
     layout = _with_section(write, layout)
-    ways: dict[tuple[str, str], set[bool]] = {("".join(opens), closes): {True}}
+    ways: dict[tuple[str, str], set[bool]] = {("".join(opens), value_closes): {True}}
     true, raw, closing = "true", False, ""
     for value, pattern in PROBES:
         text = write([(NAME, {KEY_A: value})])
-        _, _, rest = text.partition(KEY_A)
+        rest = text.partition(KEY_A)[2]
         found = re.search(pattern, rest)
         if not found:  # written with escapes
             continue
@@ -325,6 +334,8 @@ def _with_parameters(
         ways.setdefault((rest[: found.start()], closing), set()).add(value == HARD)
     none = write([(NAME, {})])
     empty = none[none.rfind(NAME) + len(NAME) :].removesuffix(layout.ends)
+    if tags := re.findall(TAG, layout.closes):  # behind the last one may be the end of the turn
+        empty = empty[: empty.find(tags[-1]) + len(tags[-1])]
     values = [
         Value(kinds.pop() if len(kinds) == 1 else None, *way)
         for way, kinds in sorted(ways.items(), key=lambda item: -len(item[0][0]))
@@ -332,7 +343,7 @@ def _with_parameters(
     style: Literal["tags", "words"] = "tags" if closing.strip() else "words"
     return replace(
         layout,
-        closes=layout.closes.removeprefix(closes),
+        closes=layout.closes.removeprefix(value_closes),
         style=style,
         values=tuple(values),
         empty=empty,
@@ -342,9 +353,14 @@ def _with_parameters(
 
 
 def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
-    """The markers of the reasoning: mlx-lm's, else the template's, else known ones."""
+    """The markers of the reasoning: known ones that the template names, else mlx-lm's, else the
+    template's."""
     if is_harmony(tokenizer):
         return ANALYSIS, MESSAGE_END
+    vocab = tokenizer.get_vocab()
+    for pair in THINKING:
+        if vocab.keys() >= set(pair) and all(template_reads(tokenizer, each) for each in pair):
+            return pair
     if tokenizer.has_thinking:
         return tokenizer.think_start, tokenizer.think_end
     answers: list[Json] = [{"content": SAID}, {"tool_calls": _as_turn([(NAME, ARGUMENTS)])}]
@@ -360,5 +376,4 @@ def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
         known = start and silent.endswith(start[0])  # it stands before any text
         if start and end and not known and (SAID in after or NAME in after):
             return start[0], end[1]
-    vocab = tokenizer.get_vocab()
     return next((pair for pair in THINKING if vocab.keys() >= set(pair)), ("", ""))

@@ -1,16 +1,12 @@
 """The canonical form of conversations: OpenAI's chat messages, each with a known role and a string.
 
-A conversation has one form however it was spelled, and is rewritten only where the model's template
-refuses it or knows no tools, always in the same way: a turn's tokens must not depend on later ones.
+A conversation has one form however it was spelled.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from mlxspec.types import InvalidRequest, Json, shown
@@ -24,14 +20,6 @@ KEPT = ("name", "reasoning_content", "tool_call_id")  # fields that stay, with r
 # Claude Code's first system text: a hash of the first user message, for another server's bill. It
 # changes with every conversation, so nothing after it could be in the prefix cache.
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
-
-# For models whose template says nothing of tools: the format of Hermes and Qwen.
-TOOLS_FOLLOW = "You can call these tools, each a JSON object on its line:"
-HOW_TO_CALL = (
-    "To call one, write its name and arguments as JSON between tags, and nothing after the last"
-    " call:\n"
-    '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
-)
 
 TYPE_NAMES = {
     str: "string",
@@ -79,7 +67,7 @@ def canonical(messages: Sequence[Any]) -> Messages:
         last = made[-1] if made else {}
         split = turn.get("tool_calls") and not turn["content"] and not last.get("tool_calls")
         if split and last.get("role") == "assistant":
-            made[-1] = _joined(last, turn)  # goose sends one reply as two messages
+            made[-1] = joined(last, turn)  # goose sends one reply as two messages
         else:
             made.append(turn)
     return made
@@ -206,33 +194,8 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-# Rewriting, for templates that refuse the messages as they came.
-
-
-def system_as_user(messages: Messages) -> Messages:
-    """Messages in which system text that does not come first is user text."""
-    turns: Messages = []
-    first = True
-    for message in messages:
-        if message["role"] != "system":
-            first = False
-        elif not first:
-            said = f"<system>\n{message['content']}\n</system>"
-            message = {**message, "role": "user", "content": said}
-        turns.append(message)
-    return turns
-
-
-def merged(messages: Messages) -> Messages:
-    """Like `system_as_user`, with neighbours of one role joined, except tool results."""
-    turns: Messages = []
-    for role, group in groupby(system_as_user(messages), itemgetter("role")):
-        some = list(group)
-        turns += some if role == "tool" else [_joined(*some)]
-    return turns
-
-
-def _joined(*turns: Json) -> Json:
+def joined(*turns: Json) -> Json:
+    """Neighbouring turns of one role as one."""
     made: Json = {}
     for turn in reversed(turns):
         made |= turn
@@ -242,67 +205,3 @@ def _joined(*turns: Json) -> Json:
     if "tool_calls" in made:
         made["tool_calls"] = [call for turn in turns for call in turn.get("tool_calls", ())]
     return made
-
-
-def without_system(messages: Messages) -> Messages:
-    """Merged, for a template that knows no system role: its text opens the first user message."""
-    first, *rest = merged(messages)
-    if first["role"] == "system":
-        first = {**first, "role": "user"}
-    return merged([first, *rest])
-
-
-def short_ids(messages: Messages) -> Messages:
-    """Messages whose calls have ids of nine letters and digits, as Mistral's templates want them. A
-    result without an id is of the next call."""
-    turns, open_calls = [], []
-    for message in messages:
-        turn = dict(message)
-        if calls := turn.get("tool_calls"):
-            open_calls = [_short_id(call.get("id") or f"{n}") for n, call in enumerate(calls)]
-            turn["tool_calls"] = [
-                {**call, "id": id} for call, id in zip(calls, open_calls, strict=True)
-            ]
-        elif turn["role"] == "tool":
-            following = open_calls.pop(0) if open_calls else ""
-            turn["tool_call_id"] = _short_id(turn.get("tool_call_id") or following)
-        turns.append(turn)
-    return turns
-
-
-def _with_short_ids(rewrite: "Rewrite", messages: Messages) -> Messages:
-    return short_ids(rewrite(messages))
-
-
-def _short_id(id: str) -> str:
-    return re.sub(r"[\W_]", "", id)[-9:].rjust(9, "0")
-
-
-Rewrite = Callable[[Messages], Messages]
-REWRITES: tuple[Rewrite, ...] = (list, system_as_user, merged, without_system)
-REWRITES += tuple(partial(_with_short_ids, each) for each in REWRITES)
-
-
-def spelled_out(messages: Messages, tools: Tools) -> Messages:
-    """Messages with tools, calls and results as plain text, for a template that knows no tools."""
-    turns: Messages = []
-    if tools:
-        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        first = {"role": "system", "content": "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL])}
-        if messages[0]["role"] == "system":
-            first, messages = _joined(messages[0], first), messages[1:]
-        turns.append(first)
-    for message in messages:
-        turn = dict(message)
-        calls = turn.pop("tool_calls", ())
-        turn.pop("tool_call_id", None)
-        if turn["role"] == "tool":
-            turn["role"] = "user"
-            turn["content"] = f"<tool_response>\n{turn['content']}\n</tool_response>"
-        texts = [turn["content"]]
-        for call in calls:
-            said = json.dumps(call["function"], ensure_ascii=False)
-            texts.append(f"<tool_call>\n{said}\n</tool_call>")
-        turn["content"] = "\n".join(filter(None, texts))
-        turns.append(turn)
-    return turns

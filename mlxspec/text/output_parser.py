@@ -101,7 +101,7 @@ class OutputParser:
         for state, edges in self._edges.items():
             marker = rf"(?<!\s)\s*+(?:{any_of(edges, END)}{END})\s*+"
             self._patterns[state] = re.compile(marker)
-        self._untagged = calls and not self.constrained
+        self._untagged = calls and not (self.constrained and form.layouts[0].start)
         # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
         self._tail = form.think_start if self.thinking else ""
         self._schemas = {}  # of parameters, by tool and name
@@ -197,7 +197,11 @@ class OutputParser:
             self._enter(after, found)
         elif content and after == NORMAL:  # a marker that leads nowhere
             silent = said or bool(self._held.strip())
-            if self._last != "call" if marker in self._ends else marker == self._form.think_end and silent:
+            if (
+                self._last != "call"
+                if marker in self._ends
+                else marker == self._form.think_end and silent
+            ):
                 self._add(found)
         elif content and after == REASONING and (said or self._held.strip()):
             self._add(found)  # nothing in the answer itself opens the reasoning any more

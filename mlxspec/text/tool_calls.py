@@ -56,7 +56,7 @@ def _worded(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArgu
     quote = strings.opens.lstrip(":= ") if layout.raw else ""
     opens = re.escape(layout.name_opens)
     head = re.compile(rf"[\s,;\[]*(?:{opens})?([^\s(){{}}\[\],\"'<>]+)\s*([({{])")
-    calls = []
+    calls: list[NamedArguments] = []
     reader = Literals(text, quote)
     while not calls or reader.at < len(text.rstrip(SEPARATORS + "]")):
         found = head.match(text, reader.at)
@@ -76,7 +76,7 @@ def _checked(found: Any, tools: Collection[str]) -> NamedArguments:
     if len(found) == 1 and (name := next(iter(found))) in tools:
         return name, _object(found[name])
     name = next(found[key] for key in NAMES if key in found)
-    arguments = next((found[key] for key in ARGUMENTS if key in found), {})
+    arguments: Any = next((found[key] for key in ARGUMENTS if key in found), {})
     return known_name(name, tools), _object({} if arguments is None else arguments)
 
 

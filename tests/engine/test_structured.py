@@ -35,7 +35,7 @@ MARKS: Any = SimpleNamespace(think_start="<think>", think_end_tokens=END)
 
 def budget(most: int = MOST) -> ThinkingBudget:
     """Of an answer whose prompt has opened the reasoning."""
-    return ThinkingBudget(MARKS, most, thinking=True)
+    return ThinkingBudget(MARKS, str, most, thinking=True)
 
 
 def after(said: list[int]) -> set[int]:

@@ -443,7 +443,12 @@ def test_calls_that_cannot_be_asked_for(agent: Grammars) -> None:
     for tools_, name in ((some, "g"), ([], None)):
         with pytest.raises(RejectedRequest, match="not in tools"):
             agent.calls(tools_, name, True, "tool_choice")
-    bad = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
+    bad = [
+        {
+            "type": "function",
+            "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+        }
+    ]
     with pytest.raises(RejectedRequest, match=r'tool_choice cannot be honoured: .*"not"'):
         agent.compile(
             agent.rules([agent.calls(bad, None, True, "tool_choice")]), False, "tool_choice"

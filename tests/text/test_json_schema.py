@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from mlxspec.text.chat import encode, load_tokenizer
 from mlxspec.text.messages import RejectedRequest
+from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
-from mlxspec.text.tool_calls import read_calls
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
 VOCAB = 330
@@ -413,12 +413,10 @@ def test_calls_are_read_by_their_parsers(
             text = walk(g, make, seed)
         except TimeoutError:
             continue
-        start, end = g.tokenizer.tool_call_start, g.tokenizer.tool_call_end
-        bodies = [b.split(end)[0] if end else b for b in text.split(start)[1:]]
-        assert bodies and text.startswith(start)
-        calls = []
-        for body in bodies:
-            calls += read_calls(body, g.tokenizer, tools)
+        reader = OutputParser(g.tokenizer, tools, False, constrained=True)
+        assert all(part.call for part in reader.feed(text) + reader.finish())
+        calls = [(call.name, call.arguments) for call in reader.calls]
+        assert calls
         assert len(calls) == 1 or not single
         for called, said in calls:
             arguments = json.loads(said)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.text.chat import encode, load_tokenizer
+from mlxspec.text.formats import format_of
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.text.structured.thinking import ThinkingBudget
@@ -62,7 +63,7 @@ def said(budget: ThinkingBudget, tokens: list[int]) -> list[int]:
 def test_what_is_forced(
     most: int, thinking: bool | None, wanted: list[int], comes: list[int]
 ) -> None:
-    assert said(ThinkingBudget(LONG, most, thinking), wanted) == comes
+    assert said(ThinkingBudget(LONG, LONG.decode, most, thinking), wanted) == comes
 
 
 tokens = st.lists(st.sampled_from([*WORDS, 5, 5, 5, 5, 5]), max_size=12)
@@ -75,7 +76,7 @@ def test_masks_of_a_draft_are_those_of_its_tokens(
 ) -> None:
     """One after the other, up to the first that may not come, and asking changes nothing. What may
     not be restricted is not."""
-    one, other = (ThinkingBudget(LONG, most, thinking) for _ in range(2))
+    one, other = (ThinkingBudget(LONG, LONG.decode, most, thinking) for _ in range(2))
     before = said(one, before)
     said(other, before)
     forced = one.forced(9)
@@ -102,7 +103,7 @@ def test_a_grammar_applies_after_the_reasoning(
     grammars, rng = Grammars(agent, VOCAB), Random(seed)
     schema = {"enum": ["hello", {"a": [1, 2]}]}
     make = grammars.compile(grammars.rules([json_rule(schema, "f")]), thinking, "f").result()
-    budget = ThinkingBudget(agent, most, thinking, make())
+    budget = ThinkingBudget(format_of(agent), agent.decode, most, thinking, make())
     opener, [end] = encode(agent, "<think>", special=False), agent.think_end_tokens
     made = [] if thinking else [*opener]
     budget.take(made)
@@ -123,7 +124,9 @@ def test_a_grammar_applies_after_the_reasoning(
 
 def test_a_natural_answer_is_not_touched(agent: Any) -> None:
     text = "<think>\nso\n</think>\n\nYes, <think> opens it."
-    budget = ThinkingBudget(agent, len(encode(agent, "\nso\n", special=False)), None)
+    budget = ThinkingBudget(
+        format_of(agent), agent.decode, len(encode(agent, "\nso\n", special=False)), None
+    )
     for token in encode(agent, text, special=False):
         [mask] = budget.masks([])
         assert not mask or token in ids(mask)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.responses.schema import Tool
 from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
-from mlxspec.text.formats import format_of
 from mlxspec.text.chat import Tokenizer
+from mlxspec.text.formats import format_of
 from mlxspec.text.output_parser import Call, Part
 from mlxspec.text.tool_calls import as_object
 

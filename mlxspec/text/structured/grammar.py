@@ -7,7 +7,7 @@ reasoning ends, and an answer that reasons must end its reasoning before it ends
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Tools, rejected
 from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_headers, is_harmony
-from mlxspec.text.structured.json_schema import first_line, json_rule
+from mlxspec.text.messages import RejectedRequest, Tools, rejected
+from mlxspec.text.structured.call_rules import arguments_rule, call_rules, is_strict, regex_of
+from mlxspec.text.structured.json_schema import first_line
 from mlxspec.text.structured.trial import Trial, compiled, warm_error
-from mlxspec.types import Json
 
 MAX_COMPILED = 32  # grammars in the cache
 LEAST_SIZE = 1 << 23  # bytes that one counts at least
@@ -35,9 +35,6 @@ MAX_RESTARTS = 2  # of one answer
 SLOW_S = 0.05  # on a CPU; a mask takes a hundredth of that
 MAX_SLOW = 8  # slow masks of one answer
 RESTART_S = 0.05  # a grammar that takes longer to compile is never compiled while an answer runs
-# Keywords by which an object may have more properties than it lists.
-OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
-
 Make = Callable[[], Any]  # of matchers
 T = TypeVar("T")
 
@@ -66,39 +63,28 @@ class Grammars:
             ids = self.tokenizer.encode(NEXT_MESSAGE, add_special_tokens=False)
             self._behind = _tokens(ids)
 
-    def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
-        """The Lark rule of calls of these tools, or only of the one called `name`: JSON objects
-        with name and arguments between the model's markers; the rules that it refers to follow on
-        further lines. Without an end marker all calls follow one begin marker.
+    def calls(
+        self, tools: Tools, name: str | None, single: bool, where: str, loose: bool = False
+    ) -> str:
+        """The Lark rule of calls of these tools, or only of the one called `name`, as the model
+        writes them; the rules that it refers to follow on further lines. Where answers have
+        headers, an answer has one call. `loose`: with any arguments, unless a tool is strict.
 
-        Whatever the rule takes, the output parser reads as that call, with arguments that conform,
-        also for a model that would write its calls in another format. Only numbers too large for a
-        float are not read."""
-        tokenizer, head = self.tokenizer, ""
-        bodies = []
-        for tool in tools:
-            function = tool["function"]
-            if not name or function["name"] == name:
-                own = json.dumps(function["name"], ensure_ascii=False)
-                begin = json.dumps(f'{{"name": {own}, "arguments": ')
-                arguments = json_rule(_arguments(function), where)
-                head = self.header_rule(FUNCTION_CALL % function["name"], where)
-                bodies.append(head + arguments if head else f'{begin} {arguments} "}}"')
-        if not bodies:
+        Whatever the rule takes, the output parser reads as that call, with arguments that conform.
+        Only numbers too large for a float are not read."""
+        functions = [tool["function"] for tool in tools]
+        functions = [each for each in functions if not name or each["name"] == name]
+        if not functions:
             wanted = name or "a call"
             raise rejected(where, f"asks for {wanted}, which is not in tools; send it there")
-        if head:  # an answer has one call
-            return "\n".join(["body", f"body: {' | '.join(bodies)}"])
-        call, calls, end = "call", "body", ""
-        if tokenizer.tool_call_end:
-            end = f'"\\n" {marker(tokenizer, tokenizer.tool_call_end)}'
-            if not single:
-                call = 'call ("\\n" call)*'
-        elif not single:
-            calls = 'body ("\\n" body)*'
-        begin = marker(tokenizer, tokenizer.tool_call_start)
-        body = " | ".join(bodies)
-        return "\n".join([call, f'call: {begin} "\\n" {calls} {end}', f"body: {body}"])
+        if loose:
+            functions = [each if is_strict(each) else {"name": each["name"]} for each in functions]
+        if not has_headers(self.tokenizer):
+            return call_rules(self.tokenizer, functions, single, where)
+        heads = [self.header_rule(FUNCTION_CALL % each["name"], where) for each in functions]
+        bodies = [arguments_rule(each, where) for each in functions]
+        ways = [head + body for head, body in zip(heads, bodies, strict=True)]
+        return "\n".join(["body", f"body: {' | '.join(ways)}"])
 
     def header_rule(self, text: str, where: str) -> str:
         """The rule for a message's header `text` in Harmony; "" for a model whose answers have no
@@ -116,14 +102,19 @@ class Grammars:
         ways = " | ".join(f"way{i}" for i in range(len(lines)))
         return "\n".join([f"start: {ways}", *lines])
 
-    def compile(self, lark: str, thinking: bool | None, where: str) -> Future[Make]:
-        """What makes a matcher for each answer, once it is compiled. `thinking`: the prompt has
-        opened the reasoning; None: the answer may open it."""
+    def compile(
+        self, lark: str, thinking: bool | None, where: str, instead: str = ""
+    ) -> Future[Make]:
+        """What makes a matcher for each answer, once it is compiled; of the grammar `instead` where
+        `lark` cannot be had. `thinking`: the prompt has opened the reasoning; None: the answer may
+        open it."""
+        if len(lark) > MAX_BYTES and instead:
+            lark, instead = instead, ""
         if len(lark) > MAX_BYTES:
             raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
         known = self._known(lark, thinking)
         if not known:
-            return self._threads.submit(self._compile, lark, thinking, where)
+            return self._threads.submit(self._compile, lark, thinking, where, instead)
         done: Future[Make] = Future()
         done.set_result(known)
         return done
@@ -139,12 +130,17 @@ class Grammars:
             # The one in the cache may compute here while the engine makes more.
             return replace(known, matcher=known.matcher.deep_copy()).make
 
-    def _compile(self, lark: str, thinking: bool | None, where: str) -> Make:
+    def _compile(self, lark: str, thinking: bool | None, where: str, instead: str) -> Make:
         if known := self._known(lark, thinking):  # another request has asked for it
             return known
         with self._building:
             self._vocabulary = self._vocabulary or self._read_vocabulary(where)
-        made = self._vocabulary.compiled(lark, thinking, where)
+        try:
+            made = self._vocabulary.compiled(lark, thinking, where)
+        except RejectedRequest:
+            if not instead:
+                raise
+            made = self._vocabulary.compiled(instead, thinking, where)
         with self._lock:
             self._compiled[lark, thinking] = made
             while sum(each.size for each in self._compiled.values()) > MAX_CACHED:
@@ -192,15 +188,20 @@ class Vocabulary:
         """The Lark grammar of an answer by the grammar `answer`, and of the reasoning before it.
         The last token of the reasoning's end marker ends the reasoning."""
         form = format_of(self._tokenizer)
-        closer = form.think_end_tokens
-        if thinking is False or not closer:
+        if thinking is False or not form.think_start:
             return "start: @answer"
-        ends = ",".join(map(str, [*self._eos, closer[-1]]))
-        think = f"<[^{ends}]>* <[{closer[-1]}]> {self._behind}"
+        last = form.think_end_tokens[-1]
+        think, blanks = "thought", f"BLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
+        if last in self._tokenizer.added_tokens_decoder:
+            ends = ",".join(map(str, [*self._eos, last]))
+            blanks += f"\nthought: <[^{ends}]>* <[{last}]>"
+        else:  # any text may have that token
+            blanks += f"\nthought[lazy]: /(.|\\n)*{regex_of(form.think_end)}/"
         if thinking is None:
-            opener = _tokens(form.think_start_tokens)
-            think = f"({opener}{think})?"
-        return f"start: {think} @answer\nBLANKS: /[ \\n]{{1,{MAX_BLANKS}}}/"
+            think = f"({_tokens(form.think_start_tokens)} thought {self._behind})?"
+        else:
+            think = f"thought {self._behind}"
+        return f"start: {think} @answer\n{blanks}"
 
     def compiled(self, lark: str, thinking: bool | None, where: str) -> "CompiledGrammar":
         """A grammar of this field, tried out first. Raises RejectedRequest."""
@@ -353,26 +354,6 @@ def _bits(tokens: Iterable[int]) -> int:
     return sum(1 << token for token in set(tokens))
 
 
-# ---- the rule of tool calls
-
-
-def marker(tokenizer: TokenizerWrapper, text: str) -> str:
-    """A marker as the token that it is in this vocabulary, else as text."""
-    token = tokenizer.convert_tokens_to_ids(text)
-    known = token is not None and tokenizer.convert_ids_to_tokens(token) == text
-    return f"<[{token}]>" if known else json.dumps(text)
-
-
 def _tokens(ids: Iterable[int]) -> str:
     """Token ids in a rule."""
     return "".join(f"<[{token}]> " for token in ids)
-
-
-def _arguments(function: Mapping[str, Any]) -> Json:
-    """The schema of the arguments: an object, and closed where it lists its properties."""
-    schema = {**(function.get("parameters") or {}), "type": "object"}
-    listed, required = schema.get("properties"), schema.get("required", [])
-    if isinstance(listed, dict) and isinstance(required, list) and not OPEN & schema.keys():
-        if set(map(str, required)) <= listed.keys():
-            schema.setdefault("additionalProperties", False)
-    return schema

@@ -33,13 +33,18 @@ STYLE = {
 }
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # what no automaton can
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
 
 
-def json_rule(schema: Any, where: str) -> str:
-    """The Lark rule of the JSON that conforms to a schema. Raises RejectedRequest, naming the field
-    `where`."""
-    return f"%json {json.dumps({**checked_schema(schema, where), 'x-guidance': STYLE})}"
+def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
+    """The Lark rule of the JSON that conforms to a schema; `lenient`: but for keywords that cannot
+    be enforced. Raises RejectedRequest, naming the field `where`."""
+    checked = checked_schema(schema, where)
+    for node in _walk(checked) if lenient else ():
+        if isinstance(node, dict) and LOOKS_AROUND.search(str(node.get("pattern", ""))):
+            del node["pattern"]
+    return f"%json {json.dumps({**checked, 'x-guidance': {**STYLE, 'lenient': lenient}})}"
 
 
 def checked_schema(schema: Any, where: str) -> Json:

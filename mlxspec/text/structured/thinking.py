@@ -5,13 +5,11 @@ Rule: what is forced depends on the tokens before it alone, so neither a drafter
 the cache can change an answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from mlxspec.text.formats import format_of
+from mlxspec.text.formats import ChatFormat
 
 # By a word of effort, where a model's template has no levels of its own: Google's table for Gemini
 # 2.5 (https://ai.google.dev/gemini-api/docs/openai). Other words set no limit.
@@ -27,7 +25,8 @@ class ThinkingBudget:
     is over, or there is none. `inner` is the matcher of a grammar, if there is one.
     """
 
-    tokenizer: TokenizerWrapper
+    form: ChatFormat
+    decode: Callable[[list[int]], str]
     left: int
     thinking: bool | None
     inner: Any = None
@@ -49,13 +48,13 @@ class ThinkingBudget:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance over sampled tokens."""
-        start = format_of(self.tokenizer).think_start
+        start = self.form.think_start
         for token in tokens:
             if self.thinking:
                 self.left -= 1
-                self.thinking = token != format_of(self.tokenizer).think_end_tokens[-1]
+                self.thinking = token != self.form.think_end_tokens[-1]
             elif self.thinking is None:
-                said = self.text = (self.text + self.tokenizer.decode([token])).lstrip()
+                said = self.text = (self.text + self.decode([token])).lstrip()
                 opened = said.startswith(start)
                 if opened or not start.startswith(said):
                     self.thinking = opened
@@ -77,4 +76,4 @@ class ThinkingBudget:
         """The rest of the end marker, once it must come."""
         if not self.thinking or self.left > 0:
             return []
-        return list(format_of(self.tokenizer).think_end_tokens[-self.left :])
+        return list(self.form.think_end_tokens[-self.left :])

@@ -137,7 +137,7 @@ def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
 
     def work() -> None:
         matcher = compiled(tokenizer, grammar)
-        why = warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
+        why = warm_error(matcher)
         said.append([time.process_time(), _peak() - memory, why])  # of this fork alone
 
     threading.stack_size(STACK)

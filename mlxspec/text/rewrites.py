@@ -1,0 +1,240 @@
+"""Rewritings of conversations for templates that refuse a turn, or leave out its text.
+
+Which of them a model needs is found once, by conversations that agents send. They are applied in a
+fixed order to every conversation, so that a turn's tokens never depend on later turns.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, takewhile
+from typing import Any
+
+from mlxspec.text.formats import ChatFormat, written
+from mlxspec.text.messages import Messages, Tools, joined
+from mlxspec.types import Json
+
+Rewrite = Callable[[Messages, ChatFormat], Messages]
+Render = Callable[[Messages], str]  # raises where the template refuses
+
+TOOLS_FOLLOW = "You can call these tools, each a JSON object on its line:"
+HOW_TO_CALL = "To call one, write its name and arguments so, and nothing after the last call:\n"
+BEGINNING = "(The conversation begins with an answer.)"
+BETWEEN = "Go on."
+
+
+def calls_as_text(messages: Messages, form: ChatFormat) -> Messages:
+    """Calls as the model writes them, in the content."""
+    turns: Messages = []
+    for message in messages:
+        turn = dict(message)
+        if calls := turn.pop("tool_calls", ()):
+            named = [(each["function"]["name"], each["function"]["arguments"]) for each in calls]
+            texts = [turn["content"], written(form.spelled or "json_tools", named)]
+            turn["content"] = "\n".join(filter(None, texts))
+        turns.append(turn)
+    return turns
+
+
+def results_as_user(messages: Messages, _: ChatFormat) -> Messages:
+    """Results as text of the user."""
+    turns: Messages = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = {"role": "user", "content": text}
+        turns.append(message)
+    return turns
+
+
+def system_as_user(messages: Messages, _: ChatFormat) -> Messages:
+    """System text that does not come first as text of the user."""
+    turns: Messages = []
+    first = True
+    for message in messages:
+        if message["role"] != "system":
+            first = False
+        elif not first:
+            said = f"<system>\n{message['content']}\n</system>"
+            message = {**message, "role": "user", "content": said}
+        turns.append(message)
+    return turns
+
+
+def without_system(messages: Messages, _: ChatFormat) -> Messages:
+    """System text that comes first as the beginning of the user's text."""
+    systems = list(takewhile(lambda turn: turn["role"] == "system", messages))
+    if not systems:
+        return messages
+    first, rest = {**joined(*systems), "role": "user"}, messages[len(systems) :]
+    if rest and rest[0]["role"] == "user":
+        first, rest = joined(first, rest[0]), rest[1:]
+    return [first, *rest]
+
+
+def call_by_call(messages: Messages, _: ChatFormat) -> Messages:
+    """A turn of several calls as turns of one, each with its result behind it."""
+    turns: Messages = []
+    waiting: Messages = []  # turns of calls whose results have not come
+    for message in messages:
+        if message["role"] == "tool" and turns and turns[-1]["role"] == "tool":
+            id = message.get("tool_call_id")
+            own = [turn for turn in waiting if turn["tool_calls"][0].get("id") == id] or waiting
+            turns += own[:1]
+            waiting = [turn for turn in waiting if turn is not turns[-1]]
+        elif message["role"] != "tool":
+            turns += waiting
+            first, *more = [[call] for call in message.get("tool_calls", ())] or [[]]
+            message = {**message, "tool_calls": first} if first else message
+            waiting = [{"role": "assistant", "content": "", "tool_calls": call} for call in more]
+        turns.append(message)
+    return turns + waiting
+
+
+def text_before_calls(messages: Messages, _: ChatFormat) -> Messages:
+    """Text beside calls as a turn of its own before them, and one of the user between."""
+    turns: Messages = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            turns.append({"role": "assistant", "content": message["content"]})
+            turns.append({"role": "user", "content": BETWEEN})
+            message = {**message, "content": ""}
+        turns.append(message)
+    return turns
+
+
+def user_in_results(messages: Messages, _: ChatFormat) -> Messages:
+    """The user's text behind results as part of the last result."""
+    turns: Messages = []
+    for message in messages:
+        if message["role"] == "user" and turns and turns[-1]["role"] == "tool":
+            said = f"{turns[-1]['content']}\n\n<user>\n{message['content']}\n</user>"
+            turns[-1] = {**turns[-1], "content": said}
+        else:
+            turns.append(message)
+    return turns
+
+
+def user_first(messages: Messages, _: ChatFormat) -> Messages:
+    """A turn of the user before an answer that comes first."""
+    at = int(messages[0]["role"] == "system")
+    if messages[at:] and messages[at]["role"] == "assistant":
+        return [*messages[:at], {"role": "user", "content": BEGINNING}, *messages[at:]]
+    return messages
+
+
+def merged(messages: Messages, _: ChatFormat) -> Messages:
+    """Neighbours of one role as one turn, except results and calls."""
+    turns: Messages = []
+    for _role, group in groupby(messages, lambda turn: (turn["role"], "tool_calls" in turn)):
+        some = list(group)
+        turns += some if some[0]["role"] == "tool" or "tool_calls" in some[0] else [joined(*some)]
+    return turns
+
+
+def short_ids(messages: Messages, _: ChatFormat) -> Messages:
+    """Calls with ids of nine letters and digits, as Mistral's templates want them. A result without
+    an id is of the next call."""
+    turns, open_calls = [], []
+    for message in messages:
+        turn = dict(message)
+        if calls := turn.get("tool_calls"):
+            open_calls = [_short_id(call.get("id") or f"{n}") for n, call in enumerate(calls)]
+            turn["tool_calls"] = [
+                {**call, "id": id} for call, id in zip(calls, open_calls, strict=True)
+            ]
+        elif turn["role"] == "tool":
+            following = open_calls.pop(0) if open_calls else ""
+            turn["tool_call_id"] = _short_id(turn.get("tool_call_id") or following)
+        turns.append(turn)
+    return turns
+
+
+def _short_id(id: str) -> str:
+    return re.sub(r"[\W_]", "", id)[-9:].rjust(9, "0")
+
+
+def _turn(role: str, content: str = "", **more: Any) -> Json:
+    return {"role": role, "content": content, **more}
+
+
+def _call(said: str, id: str) -> Json:
+    function = {"name": "f", "arguments": {"a": said}}
+    return {"id": id, "type": "function", "function": function}
+
+
+ID, OTHER_ID, LONG_ID = "abcdef001", "abcdef002", "call_" + 24 * "0"
+ASK, AGAIN = _turn("user", "zqask"), _turn("user", "zqagain")
+SYSTEM, LATE = _turn("system", "zqsystem"), _turn("system", "zqlate")
+SAID = _turn("assistant", "zqsaid")
+CALL = _turn("assistant", tool_calls=[_call("zqcall", ID)])
+CALLS = _turn("assistant", tool_calls=[_call("zqcall", ID), _call("zqother", OTHER_ID)])
+LONG = _turn("assistant", tool_calls=[_call("zqcall", LONG_ID)])
+RESULT = _turn("tool", "zqresult", tool_call_id=ID)
+MORE = _turn("tool", "zqmore", tool_call_id=OTHER_ID)
+LONG_RESULT = {**RESULT, "tool_call_id": LONG_ID}
+
+# In the order in which they are applied. Each has conversations that a template must take without
+# it, with all their texts, or it is needed.
+REWRITES: dict[Rewrite, list[Messages]] = {
+    calls_as_text: [[ASK, CALL, RESULT]],
+    results_as_user: [[ASK, CALL, RESULT]],
+    without_system: [[SYSTEM, ASK]],
+    system_as_user: [[SYSTEM, ASK, SAID, LATE, AGAIN], [ASK, LATE], [ASK, CALL, RESULT, LATE]],
+    call_by_call: [[ASK, CALLS, RESULT, MORE]],
+    text_before_calls: [[ASK, {**CALL, "content": "zqbeside"}, RESULT]],
+    user_in_results: [[ASK, CALL, RESULT, AGAIN], [ASK, CALL, RESULT, AGAIN, SAID, ASK]],
+    user_first: [[SAID, ASK]],
+    merged: [[ASK, AGAIN], [ASK, SAID, SAID, ASK]],
+    short_ids: [[ASK, LONG, LONG_RESULT]],
+}
+GENTLE = tuple(REWRITES)[2:]  # the calls and results stay what they are
+
+
+def rewrites_for(render: Render, form: ChatFormat) -> tuple[Rewrite, ...]:
+    """The rewritings that a template needs: those without which it refuses a conversation, or
+    leaves out a text."""
+
+    def taken(rewrites: Sequence[Rewrite], conversations: Sequence[Messages]) -> int:
+        return min(_taken(render, rewritten(each, rewrites, form), each) for each in conversations)
+
+    needed = tuple(REWRITES)
+    if taken(GENTLE, REWRITES[calls_as_text]) >= taken(needed, REWRITES[calls_as_text]):
+        needed = GENTLE
+    for rewrite, conversations in REWRITES.items():
+        others = tuple(each for each in needed if each is not rewrite)
+        if taken(others, conversations) >= taken(needed, conversations):
+            needed = others
+    return needed
+
+
+def rewritten(messages: Messages, rewrites: Iterable[Rewrite], form: ChatFormat) -> Messages:
+    """The messages after these rewritings."""
+    for rewrite in rewrites:
+        messages = rewrite(messages, form)
+    return messages
+
+
+def _taken(render: Render, messages: Messages, sent: Messages) -> int:
+    """Whether a template takes messages: 2 with all texts of what was sent, 1 without some, 0 if it
+    refuses."""
+    try:
+        text = render(messages)
+    except Exception:  # a template raises whatever its author chose
+        return 0
+    calls = [call for turn in sent for call in turn.get("tool_calls", ())]
+    words = [call["function"]["arguments"]["a"] for call in calls]
+    return 1 + all(word in text for word in words + [turn["content"] for turn in sent])
+
+
+def tools_as_text(messages: Messages, tools: Tools, form: ChatFormat) -> Messages:
+    """Messages with the tools and how to call them in the system text, for a template that knows no
+    tools."""
+    if not tools:
+        return messages
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    example = form.layouts[0].written("...", "{...}")
+    first = {"role": "system", "content": "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL + example])}
+    if messages[0]["role"] == "system":
+        first, messages = joined(messages[0], first), messages[1:]
+    return [first, *messages]

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mlxspec import __version__, blas
-from mlxspec.commands.models import damage, room
+from mlxspec.commands.models import damage, room, tools_of
 from mlxspec.commands.options import AsJson, Model, log_to_stderr
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
@@ -127,6 +127,8 @@ def _models(config: Config) -> Iterator[Check]:
         elif large:
             text += f" do not fit into {format_size(most)} of memory; give a smaller model"
         yield Check("model", text, broken=large or bool(flaws))
+        if not flaws:
+            yield Check("tools", f"{name}: {tools_of(path)}")
 
 
 def _kernels(config: Config) -> Iterator[Check]:

@@ -5,27 +5,32 @@ Rule: listing downloads nothing and reads no weights beyond their headers.
 
 import json
 from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
-from mlxspec import blas
+from mlxspec import __version__, blas
 from mlxspec.commands.options import AsJson, Model
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config, load
-from mlxspec.files import format_size, weight_bytes, weight_files
-from mlxspec.types import UnsupportedModel
+from mlxspec.files import format_size, read_json, weight_bytes, weight_files, write_atomic
+from mlxspec.types import UnsupportedModel, UserError
+
+TOOLS_FILE = "tools.json"  # in the cache directory
+MAX_KNOWN = 200  # versions of tokenizers' files in it
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
     """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
     it is not downloaded, and `bytes` is the size of the download. `fits`: whether it can be loaded
-    here, by the sizes of its files; `head`: what drafts for it."""
+    here, by the sizes of its files; `tools`: how its calls are read; `head`: what drafts for it."""
 
     name: str
     kind: str  # "model" or "head"
     path: Path | None
     bytes: int
     fits: str = ""
+    tools: str = ""
     head: str = ""
 
 
@@ -35,7 +40,7 @@ def local_models(config: Config) -> list[LocalModel]:
     from mlxspec.load.drafting import NONE
     from mlxspec.load.resolve import draft_of, models_of, on_disk
     from mlxspec.model.cards import cards, target_of
-    from mlxspec.model.hub import installed
+    from mlxspec.model.hub import cache_of, installed
     from mlxspec.model.layout import has_code
     from mlxspec.speculate.heads.files import find_head
 
@@ -56,10 +61,13 @@ def local_models(config: Config) -> list[LocalModel]:
             found.append(LocalModel(name, "head", path, size))
         elif name not in there or has_code(head.config):
             fits = _fits(config, path, size)
+            tools = (
+                "" if fits == "incomplete" else _known_tools(path, cache_of(config) / TOOLS_FILE)
+            )
             drafts = ""
             if config.speculate == "on" and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            found.append(LocalModel(name, "model", path, size, fits, drafts))
+            found.append(LocalModel(name, "model", path, size, fits, tools, drafts))
     return found
 
 
@@ -82,6 +90,31 @@ def _fits(config: Config, path: Path, size: int) -> str:
     if damage(path):
         return "incomplete"
     return "yes" if size <= room(config) else "no"
+
+
+def tools_of(path: Path) -> str:
+    """How the calls of a model are read and forced, by its tokenizer, which takes a second to
+    load."""
+    from mlxspec.text.chat import load_tokenizer
+    from mlxspec.text.proof import call_support
+
+    try:
+        return call_support(load_tokenizer(path))
+    except UserError as error:
+        return str(error)
+
+
+def _known_tools(path: Path, file: Path) -> str:
+    """The same, from a file, which has it for each version of a tokenizer's files."""
+    hashed = blake2b(__version__.encode(), digest_size=16)
+    for each in sorted((*path.glob("*token*"), *path.glob("chat_template*"))):
+        hashed.update(each.read_bytes())
+    known, key = read_json(file), hashed.hexdigest()
+    if key not in known:
+        known = dict([*known.items(), (key, tools_of(path))][-MAX_KNOWN:])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json.dumps(known).encode())
+    return str(known[key])
 
 
 def damage(path: Path) -> list[str]:
@@ -118,5 +151,7 @@ def models(as_json: AsJson = False) -> None:
     rows = []
     for one in found:
         path = str(one.path or "not downloaded").replace(str(Path.home()), "~")
-        rows.append((one.name, one.kind, format_size(one.bytes), one.fits, one.head, path))
-    print_table(("name", "kind", "size", "fits", "head", "path"), rows)
+        rows.append(
+            (one.name, one.kind, format_size(one.bytes), one.fits, one.tools, one.head, path)
+        )
+    print_table(("name", "kind", "size", "fits", "tools", "head", "path"), rows)

@@ -24,6 +24,7 @@ from mlxspec.metrics import Metrics
 from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
+from mlxspec.text.proof import call_support
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.training.recorder import Recorder
 from mlxspec.types import Busy, Dead, ModelInfo, Sampling
@@ -177,6 +178,7 @@ class ServerState:
             grammars = Grammars(tokenizer, self.worker.models[name].info.vocab)
             defaults = generation_defaults(path)
             self.models[name] = Model(self, name, tokenizer, defaults, grammars, files)
+            log.info("%s: tools: %s", name, call_support(tokenizer))
 
 
 async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:

@@ -71,12 +71,13 @@ def loose(text: str) -> str:
 @lru_cache
 def skipped(form: ChatFormat) -> Pattern:
     """What stands before a call and says nothing, in a format."""
-    edges = {SKIPPED: None}
+    edges = set()
     for layout in form.layouts:
         texts = [layout.start, layout.opens, layout.closes, layout.between, layout.ends]
         texts += re.findall(TAGS, "".join(texts))
-        edges |= {loose(text.strip()): None for text in texts if re.search(r"[^\W\d]", text)}
-    return re.compile(f"(?:{'|'.join(edges)})*+")
+        edges |= {loose(text.strip()) for text in texts if re.search(r"[^\W\d]|>>", text)}
+    longest = sorted(edges, key=len, reverse=True)
+    return re.compile(f"(?:{'|'.join([*longest, SKIPPED])})*+")
 
 
 @lru_cache
@@ -154,7 +155,9 @@ class ParameterPatterns:
         call = loose(layout.closes.strip())
         forgotten += rf"|\n?(?P<next>{call}\s*{loose(layout.start)})" if call else ""
         self.closes = [
-            re.compile(rf"{_closes(way)}(?P<next>\s{{0,64}}(?:{key}|{ends}))|{forgotten}")
+            re.compile(
+                rf"{_closes(way)}(?:{key}|{ends}))" + (f"|{forgotten}" if way.closes else "")
+            )
             for way in layout.values
         ]
         self.ending = re.compile(rf"\s*{call or '(?!)'}\s*(?:{ends})?\s*\Z")
@@ -171,13 +174,13 @@ def _opens(way: Value, layout: Layout) -> str:
 
 
 def _closes(way: Value) -> str:
-    """The pattern behind a value; of a tag that ends it the last character may be wrong."""
+    """The pattern behind a value, up to what follows; of a tag the last character may be wrong."""
     text = way.closes.lstrip()
-    made = loose(text)
-    if text.startswith("</"):
-        made = loose(text.removesuffix(">")) + r"\s*/?>?"
+    if not text:
+        return "(?P<next>"
+    made = loose(text.removesuffix(">")) + r"\s*/?>?" if text.startswith("</") else loose(text)
     padding = re.escape(way.closes[: -len(text)])
-    return (f"(?:{padding})?" if padding else "") + made
+    return (f"(?:{padding})?" if padding else "") + made + r"(?P<next>\s{0,64}"
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ PROBES: tuple[tuple[Any, str], ...] = (  # values, and how their texts may begin
     ({KEY_B: VALUE_A}, r"\{"),
 )
 
-PROBE_TOOLS = [
+PROBE_TOOLS: list[Json] = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
     for parameters in [{"type": "object", "properties": {key: {} for key in ARGUMENTS}}]
     for name in (NAME, OTHER)
@@ -63,7 +63,7 @@ PROBE_TOOLS = [
 TAG = r"(?:<[^<>\s\"']*>|\[/?[A-Z_]{2,}\])"
 TAGS = rf"{TAG}(?:\w+{TAG})?"
 PIECE = re.compile(rf"{TAG}|\w+|\s+|.", re.DOTALL)
-MARKER = re.compile(rf"{TAGS}|<[^\s<>\"']+(?: \w+=)?|[^\s\[\]{{}}(),:\"'<>]+:?")
+MARKER = re.compile(rf"{TAGS}|<[^\s<>\"']+(?: \w+=)?|[^\s\[\]{{}}(),:\"'<]+:?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Layout:
     `before`, its name, `after`, its arguments and `closes`, with `between` two; the section `ends`.
 
     Arguments are a JSON object; or parameters in `tags`, each `key`, its name and a value; or
-    `words`, as in a call of Python's, whose values end at a comma. `values` are the ways in which
+    `words`, as in a call of Python's, whose values end at a comma; or the call is a `whole` object,
+    in which the name comes last. `values` are the ways in which
     one is written, with `separator` between two. Behind the name of a call without parameters
     stands `empty`. `raw`: strings are written without escapes. `true` is the word for it.
     """
@@ -93,7 +94,7 @@ class Layout:
     closes: str
     between: str = ""
     ends: str = ""
-    style: Literal["json", "tags", "words"] = "json"
+    style: Literal["json", "tags", "words", "whole"] = "json"
     key: str = ""
     values: tuple[Value, ...] = ()
     separator: str = ""
@@ -185,11 +186,13 @@ def written(name: str, calls: Sequence[NamedCall]) -> str:
     return compiled(KNOWN[name].read_text("utf-8")).render(calls=named)
 
 
-def _rendered(tokenizer: TokenizerWrapper, **answer: object) -> str:
+def _rendered(
+    tokenizer: TokenizerWrapper, tools: Sequence[Json] = PROBE_TOOLS, **answer: object
+) -> str:
     """A conversation in which the assistant answers so."""
     turn = {"role": "assistant", "content": "", **answer}
     turns: list[Json] = [{"role": "user", "content": "q"}, turn]
-    return apply_template(tokenizer, turns, tools=PROBE_TOOLS, add_generation_prompt=False)
+    return apply_template(tokenizer, turns, tools=tools, add_generation_prompt=False)
 
 
 def _as_turn(calls: Sequence[NamedCall]) -> list[Json]:
@@ -201,19 +204,26 @@ def _as_turn(calls: Sequence[NamedCall]) -> list[Json]:
     ]
 
 
+def written_by(
+    tokenizer: TokenizerWrapper, calls: Sequence[NamedCall], tools: Sequence[Json] = PROBE_TOOLS
+) -> str:
+    """Calls as the template writes them: what stands in a turn of them and not in one of text.
+    Raises whatever the template's author chose."""
+    plain = _rendered(tokenizer, tools, content=SAID)
+    return _beyond(_rendered(tokenizer, tools, tool_calls=_as_turn(calls)), plain)
+
+
 def _own_layout(tokenizer: TokenizerWrapper, thoughtless: str) -> tuple[Layout | None, bool]:
     """The layout of the calls that the template writes into the history, None if it writes none or
     one that is not understood; and whether it leaves them out. `thoughtless`: the pattern of
     reasoning without a text."""
 
     def write(calls: Sequence[NamedCall]) -> str:
-        text = _beyond(_rendered(tokenizer, tool_calls=_as_turn(calls)), plain)
-        text = re.sub(rf"\A{thoughtless}", "", text)
+        text = re.sub(rf"\A{thoughtless}", "", written_by(tokenizer, calls))
         start = tokenizer.tool_call_start or ""
         return text[max(0, text.find(start)) :]
 
     try:
-        plain = _rendered(tokenizer, content=SAID)
         return learned(write), NAME not in write([(NAME, ARGUMENTS)])
     except Exception:  # a template raises whatever its author chose
         return None, False
@@ -241,7 +251,8 @@ def learned(write: Write) -> Layout | None:
     one = write([(NAME, ARGUMENTS)])
     at = one.rfind(NAME, 0, max(one.find(KEY_A), 0))
     if at < 0:
-        return None
+        whole = re.fullmatch(rf"([^{{]*)\{{.*{KEY_A}.*{NAME}.*\}}([^}}]*)", one, re.DOTALL)
+        return Layout("", whole[1], "", whole[2], style="whole") if whole else None
     before, rest = one[:at], one[at + len(NAME) :]
     if found := _json_in(rest, ARGUMENTS):
         first, end = found
@@ -340,7 +351,8 @@ def _with_parameters(
         Value(kinds.pop() if len(kinds) == 1 else None, *way)
         for way, kinds in sorted(ways.items(), key=lambda item: -len(item[0][0]))
     ]
-    style: Literal["tags", "words"] = "tags" if closing.strip() else "words"
+    ended = closing.strip() or re.match(TAG, layout.key)
+    style: Literal["tags", "words"] = "tags" if ended else "words"
     return replace(
         layout,
         closes=layout.closes.removeprefix(value_closes),

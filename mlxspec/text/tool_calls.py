@@ -16,7 +16,7 @@ from mlxspec.types import Json
 
 NamedArguments = tuple[str, str]
 
-NAMES = ("name", "tool_name")  # of the fields of a call, in all formats
+NAMES = ("name", "tool_name", "function", "tool")  # of the fields of a call, in all formats
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 SEPARATORS = " \n\t\r,;"  # between calls in JSON
 
@@ -55,6 +55,8 @@ def _worded(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArgu
     strings = next(value for value in layout.values if value.string is not False)
     quote = strings.opens.lstrip(":= ") if layout.raw else ""
     opens = re.escape(layout.name_opens)
+    text = text.strip().removeprefix(layout.opens.strip().removeprefix(layout.start).strip())
+    text = text.removesuffix(layout.ends.strip().removesuffix(layout.end).strip())
     head = re.compile(rf"[\s,;\[]*(?:{opens})?([^\s(){{}}\[\],\"'<>]+)\s*([({{])")
     calls: list[NamedArguments] = []
     reader = Literals(text, quote)
@@ -70,9 +72,8 @@ def _worded(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArgu
 
 def _checked(found: Any, tools: Collection[str]) -> NamedArguments:
     """A call as an object. Raises one of NOT_JSON where it is none of a tool with arguments."""
-    found = found.get("function", found)
-    if isinstance(found, str):  # the name, as some write it
-        return known_name(found, tools), "{}"
+    inner = found.get("function", found)
+    found = inner if isinstance(inner, dict) else found
     if len(found) == 1 and (name := next(iter(found))) in tools:
         return name, _object(found[name])
     name = next(found[key] for key in NAMES if key in found)

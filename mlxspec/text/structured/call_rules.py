@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.text.control_tokens import any_of
 from mlxspec.text.formats import CALL_ID, OTHER, Layout, format_of, layout_of
 from mlxspec.text.messages import RejectedRequest, types_of
+from mlxspec.text.proof import forces_own
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.types import Json
 
@@ -39,6 +40,8 @@ def call_rules(
     refers to follow on further lines. Raises RejectedRequest, naming the field `where`."""
     writer = _Rules(tokenizer, where)
     own, others = format_of(tokenizer).layouts[0], layout_of("json_tools")
+    if own.style == "whole" or not forces_own(tokenizer):
+        own = others
     flat = [each for each in functions if own.style == "json" or _is_flat(_schema(each))]
     rest = [each for each in functions if each not in flat]
     sections = []

@@ -127,7 +127,7 @@ def _models(config: Config) -> Iterator[Check]:
         elif large:
             text += f" do not fit into {format_size(most)} of memory; give a smaller model"
         yield Check("model", text, broken=large or bool(flaws))
-        if not flaws:
+        if not flaws and any(path.glob("tokenizer*")):  # a head has none
             yield Check("tools", f"{name}: {tools_of(path)}")
 
 

@@ -60,11 +60,9 @@ def local_models(config: Config) -> list[LocalModel]:
         if head.standalone:
             found.append(LocalModel(name, "head", path, size))
         elif name not in there or has_code(head.config):
-            fits = _fits(config, path, size)
-            tools = (
-                "" if fits == "incomplete" else _known_tools(path, cache_of(config) / TOOLS_FILE)
-            )
-            drafts = ""
+            fits, tools, drafts = _fits(config, path, size), "", ""
+            if fits != "incomplete":
+                tools = _known_tools(path, cache_of(config) / TOOLS_FILE)
             if config.speculate == "on" and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
             found.append(LocalModel(name, "model", path, size, fits, tools, drafts))

@@ -5,6 +5,7 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 """
 
 import asyncio
+import re
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -34,6 +35,10 @@ def _text_part(value: Any) -> Any:
     return value
 
 
+# Half a surrogate pair (group 1), left by a program that cut a text; other escapes are skipped.
+HALVES = re.compile(
+    rb"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL
+)
 FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
 TEXT_PART = BeforeValidator(_text_part)  # a string becomes a list of one text part
 Items = Annotated[list[Any], Field(max_length=MAX_ITEMS)]
@@ -132,6 +137,8 @@ def parse(kind: type[Body], data: Data, strict: bool = False) -> tuple[Body, lis
         why = f"the body holds more than {MAX_VALUES} values or {MAX_OBJECTS} objects; send fewer"
         raise invalid("body", why)
     left_out: list[str] = []
+    if b"\\ud" in data or b"\\uD" in data:
+        data = HALVES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
     body = validate(kind, data, left_out=None if strict else left_out)
     for name, value in (body.model_extra or {}).items():
         if name not in kind.unsupported:

@@ -39,6 +39,13 @@ JSON_HEAD = (
     rf"|\s*<\|tool_call_argument_begin\|>|(?=[\s<])[^{{}}]{{0,64}}<\|message\|>){OBJECT}"
 )
 MARKS = re.compile(r'\\.?|["{}\[\]\x00-\x1f]|(?=<)', re.DOTALL)
+# Half a surrogate pair, which JSON can spell, but nobody can send or encode: group 1 what may still
+# become a whole one, group 2 one that cannot. Whole pairs and other escapes are skipped.
+HALVES = re.compile(
+    r"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w"
+    r"|(u\w{0,3}\Z|u[dD][89abAB]\w\w(?:\\(?:u\w{0,3})?)?\Z)|(u[dD][89a-fA-F]\w\w)|.)",
+    re.DOTALL,
+)
 DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
@@ -111,10 +118,21 @@ class JsonArguments:
     rest: str = ""
     ended: bool = False
     _string: bool = False  # whether the text ends inside one
+    _half: str = ""  # what the text ends in, if it may be half a pair
     _depth: int = 0  # of open brackets
 
     def feed(self, text: str) -> str:
-        """What this text adds to the arguments."""
+        """What this text adds to the arguments, with U+FFFD for halves of surrogate pairs."""
+        made, self._half = self._half + self._read(text), ""
+        return HALVES.sub(self._whole, made) if "\\" in made else made
+
+    def _whole(self, found: re.Match[str]) -> str:
+        if found[1] is not None:
+            self._half = found[0]
+            return ""
+        return "\\ufffd" if found[2] else found[0]
+
+    def _read(self, text: str) -> str:
         text, self.rest = self.rest + text, ""
         made, done = "", 0
         for found in MARKS.finditer(text):
@@ -154,12 +172,10 @@ class ParameterPatterns:
         forgotten = rf"\n?(?P<next>{key}(?:{known})(?:{ways}))"
         call = loose(layout.closes.strip())
         forgotten += rf"|\n?(?P<next>{call}\s*{loose(layout.start)})" if call else ""
-        self.closes = [
-            re.compile(
-                rf"{_closes(way)}(?:{key}|{ends}))" + (f"|{forgotten}" if way.closes else "")
-            )
-            for way in layout.values
-        ]
+        self.closes = []
+        for way in layout.values:
+            closes = rf"{_closes(way)}(?:{key}|{ends}))"
+            self.closes.append(re.compile(f"{closes}|{forgotten}" if way.closes else closes))
         self.ending = re.compile(rf"\s*{call or '(?!)'}\s*(?:{ends})?\s*\Z")
 
 

@@ -62,12 +62,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     config.json. Raises InvalidRequest where none can be used."""
     generation, config = read_json(path / "generation_config.json"), read_json(path / "config.json")
     eos = generation.get("eos_token_id") or config.get("eos_token_id")
+    own: Json = {"trust_remote_code": False}  # else transformers asks whether to run it
+    elsewhere = read_json(path / "chat_template.json").get(
+        "chat_template"
+    )  # as image models have it
+    if elsewhere and "chat_template" not in read_json(path / "tokenizer_config.json"):
+        if not (path / "chat_template.jinja").exists():
+            own["chat_template"] = elsewhere
     try:
-        own = {"trust_remote_code": False}  # else transformers asks whether to run it
         tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever the libraries raise at such files
         why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
         raise InvalidRequest(why) from error
+    if not tokenizer.vocab_size:
+        why = f"{path} has a tokenizer without a vocabulary; give a complete model directory"
+        raise InvalidRequest(why)
     if not tokenizer.has_tool_calling:  # then Hermes' is what a model may have seen
         read = tokenizer.detokenizer
         tokenizer = TokenizerWrapper(

@@ -51,7 +51,8 @@ class Detokenizer:
     def __post_init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         trims = getattr(self.tokenizer.detokenizer, "trim_space", True)
-        self._trim = trims and not self.prompt_text_continues
+        spelled = is_byte_level(self.tokenizer)  # whose first space is the answer's
+        self._trim = trims and not spelled and not self.prompt_text_continues
         self._pending = ""  # read, not shown: may be the beginning of a stop string
         self._shown = 0  # characters
         self._starts: deque[int] = deque()  # where the text of each unreleased token begins
@@ -108,6 +109,15 @@ class Detokenizer:
         return text
 
 
+@lru_cache(16)
+def is_byte_level(tokenizer: TokenizerWrapper) -> bool:
+    """Whether tokens are spelled in GPT-2's byte alphabet, whatever decoder the files name: some
+    conversions have SentencePiece's."""
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    spells = "ByteLevel" in str(getattr(backend, "pre_tokenizer", ""))
+    return spells or isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer)
+
+
 @lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
     """The UTF-8 bytes that a token stands for, also of a part of a character; none for an unknown
@@ -118,10 +128,9 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
         return b""
     if byte := BYTE_PIECE.fullmatch(piece):
         return bytes.fromhex(byte[1])
-    own = tokenizer.detokenizer
-    if isinstance(own, SPMStreamingDetokenizer):
-        return piece.replace("▁", " ").encode()
-    if not isinstance(own, BPEStreamingDetokenizer):
+    if not is_byte_level(tokenizer):
+        if isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer):
+            return piece.replace("▁", " ").encode()
         before = tokenizer.encode(NEUTRAL, add_special_tokens=False)
         text = str(tokenizer.decode([*before, token]))
         return text.removeprefix(tokenizer.decode(before)).encode()

@@ -40,7 +40,7 @@ HARMONY: Mapping[str, Sequence[tuple[str, str]]] = {
     ],
     "header of reasoning": [("to=", CALL), ("<|message|>", REASONING)],
     # A text may speak of the end alone.
-    **dict.fromkeys((REASONING, NORMAL, CALL), [(MESSAGE_END + NEXT_MESSAGE, "header")]),
+    **{state: [(MESSAGE_END + NEXT_MESSAGE, "header")] for state in (REASONING, NORMAL, CALL)},
 }
 
 TAG_BEGINS = r"[<\[]"

@@ -57,12 +57,8 @@ def unread(tokenizer: TokenizerWrapper) -> tuple[str, ...]:
     markup = " b".join(["a", *closers, "c"])
     for token in tokenizer.added_tokens_decoder.values():
         markup = markup.replace(token.content, "") if token.special else markup  # never of a client
-    inside = {MARKUP: {"text": markup, "more": "d"}}
-    return tuple(
-        kind
-        for kind, arguments in (PROOFS | inside).items()
-        if not _read_back(tokenizer, arguments)
-    )
+    proofs = PROOFS | {MARKUP: {"text": markup, "more": "d"}}
+    return tuple(kind for kind, each in proofs.items() if not _read_back(tokenizer, each))
 
 
 def forces_own(tokenizer: TokenizerWrapper) -> bool:

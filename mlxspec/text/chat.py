@@ -63,12 +63,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     generation, config = read_json(path / "generation_config.json"), read_json(path / "config.json")
     eos = generation.get("eos_token_id") or config.get("eos_token_id")
     own: Json = {"trust_remote_code": False}  # else transformers asks whether to run it
-    elsewhere = read_json(path / "chat_template.json").get(
-        "chat_template"
-    )  # as image models have it
-    if elsewhere and "chat_template" not in read_json(path / "tokenizer_config.json"):
-        if not (path / "chat_template.jinja").exists():
-            own["chat_template"] = elsewhere
+    template = read_json(path / "chat_template.json").get("chat_template")  # of image models
+    known = read_json(path / "tokenizer_config.json").get("chat_template")
+    if template and not known and not (path / "chat_template.jinja").exists():
+        own["chat_template"] = template
     try:
         tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever the libraries raise at such files

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mlxspec.text.messages import clean
 from mlxspec.types import Json
 
 WORDS: Mapping[str, Any] = {
@@ -108,8 +109,7 @@ def unescaped(text: str) -> str:
         code = found[1]
         return chr(int(code[1:], 16)) if code[1:] else ESCAPED.get(code, code)
 
-    made = ESCAPE.sub(char, text)  # pairs of surrogates become one character
-    return made.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return clean(ESCAPE.sub(char, text))  # pairs of surrogates become one character
 
 
 def literal(text: str) -> Any:

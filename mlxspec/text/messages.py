@@ -151,8 +151,9 @@ def _texts(content: Any, at: str) -> list[str]:
 
 
 def clean(text: str) -> str:
-    """Text with "?" for halves of surrogate pairs, which JSON can spell and no tokenizer reads."""
-    return text.encode("utf-8", "replace").decode()
+    """Text with U+FFFD for halves of surrogate pairs, which JSON can spell and no tokenizer
+    reads."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check_tools(tools: Sequence[Any] | None) -> Tools:

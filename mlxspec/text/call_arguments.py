@@ -71,7 +71,7 @@ def loose(text: str) -> str:
         elif piece in (NAME, OTHER):
             made.append(r"[^\s<>\"]++")
         else:
-            made.append(r"\d+" if piece.isdigit() else re.escape(piece))
+            made.append(re.sub(r"\d+", r"\\d+", re.escape(piece)))
     return "".join(made)
 
 

@@ -101,7 +101,8 @@ class OutputParser:
         for state, edges in self._edges.items():
             marker = rf"(?<!\s)\s*+(?:{any_of(edges, END)}{END})\s*+"
             self._patterns[state] = re.compile(marker)
-        self._untagged = calls and not (self.constrained and form.layouts[0].start)
+        tagged = re.match(TAG_BEGINS, form.layouts[0].start)
+        self._untagged = calls and not (self.constrained and tagged)
         # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
         self._tail = form.think_start if self.thinking else ""
         self._schemas = {}  # of parameters, by tool and name

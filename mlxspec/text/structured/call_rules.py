@@ -40,7 +40,9 @@ def call_rules(
     refers to follow on further lines. Raises RejectedRequest, naming the field `where`."""
     writer = _Rules(tokenizer, where)
     own, others = format_of(tokenizer).layouts[0], layout_of("json_tools")
-    if own.style == "whole" or not forces_own(tokenizer):
+    strings = [way for way in own.values if way.string is not False]
+    ended = all(way.closes.strip() for way in strings)
+    if own.style == "whole" or not ended or not forces_own(tokenizer):
         own = others
     flat = [each for each in functions if own.style == "json" or _is_flat(_schema(each))]
     rest = [each for each in functions if each not in flat]
@@ -180,7 +182,7 @@ class _Rules:
                 continue
             for piece in [part] if exact else re.split(rf"({CALL_ID}\d|\d+)", part):
                 counts = (
-                    "/[0-9]{1,3}/" if piece.isdigit() else json.dumps(piece, ensure_ascii=False)
+                    "/[0-9]{1,9}/" if piece.isdigit() else json.dumps(piece, ensure_ascii=False)
                 )
                 made.append("/[a-zA-Z0-9]{9}/" if piece.startswith(CALL_ID) else counts)
         return " ".join(each for each in made if each != '""')

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 Json = dict[str, Any]  # a JSON object
 Finish = Literal["stop", "length", "abort", "error"]
+Fault = Literal["engine", "model", "numbers", "prompt", "grammar", "client"]
 Pooling = Literal["", "last", "mean"]
 
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
@@ -122,7 +123,7 @@ class Output:
     error: str = ""
     drafted: int = 0
     accepted: int = 0
-    fault: Literal["engine", "model", "numbers", "prompt", "grammar", "client"] = "engine"
+    fault: Fault = "engine"
     embedding: Any = None
 
 

@@ -172,7 +172,7 @@ def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
     """Measure and print. Returns the exit status: 1 if an answer differs. Raises UserError."""
-    config = replace(config, speculate="on", max_sequences=streams, cache_gb=0.0, others=())
+    config = replace(config, speculate=True, max_sequences=streams, cache_gb=0.0, others=())
     model = resolve_model(config)
     engine, info = model.load()
     speculator, stop = engine.proposer, frozenset(model.tokenizer.eos_token_ids)

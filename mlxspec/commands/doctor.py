@@ -135,7 +135,7 @@ def _kernels(config: Config) -> Iterator[Check]:
     from mlxspec.load.loader import KERNELS_DIR
     from mlxspec.model.hub import cache_of
 
-    if config.kernels == "off":
+    if not config.kernels:
         yield Check("kernels", "off by your settings")
         return
     known = VerdictFile(cache_of(config) / KERNELS_DIR).load()

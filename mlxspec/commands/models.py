@@ -57,7 +57,7 @@ def local_models(config: Config) -> list[LocalModel]:
         elif name not in there or has_code(head.config):
             fits = _fits(config, path, size)
             drafts = ""
-            if config.speculate == "on" and config.draft != NONE:
+            if config.speculate and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
             found.append(LocalModel(name, "model", path, size, fits, drafts))
     return found

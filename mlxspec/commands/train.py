@@ -109,7 +109,7 @@ def train(config: Config, options: Options, server: Server) -> int:
     """Make a head and put it in its place. Returns the exit status. Raises UserError, OSError."""
     settings = replace(config, context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0, others=())
     model = resolve_model(settings)
-    model = replace(model, config=replace(model.config, speculate="off"))
+    model = replace(model, config=replace(model.config, speculate=False))
     cache, name = cache_of(config), storage_name(model.name, model.path)
     learned = learned_head(Resolved(model.path, model.name), cache)
     if learned and learned.is_relative_to(cache):
@@ -138,7 +138,7 @@ def train(config: Config, options: Options, server: Server) -> int:
     if after <= before:
         print("the head is discarded: no improvement over current drafting")
         return 1
-    if config.draft or config.speculate == "off":
+    if config.draft or not config.speculate:
         print(f"your settings do not use it; give --draft {made.with_name(name)}")
     else:
         print(f"serve uses it when it loads {model.name} again; --draft off disables it")
@@ -282,7 +282,7 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     """Of greedy answers to the prompts of samples, with what drafts by these settings."""
     release_memory()
     config = replace(
-        config, speculate="on", cache_gb=0.0, context=CONTEXT, max_sequences=1, others=()
+        config, speculate=True, cache_gb=0.0, context=CONTEXT, max_sequences=1, others=()
     )
     model = resolve_model(config)
     wait()  # what drafting costs is measured at the load

@@ -9,7 +9,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import mlx.core as mx
 
@@ -20,6 +19,7 @@ from mlxspec.model import meter
 from mlxspec.model.parallel import Ranks
 from mlxspec.types import (
     Check,
+    Fault,
     Finish,
     ModelInfo,
     OutOfMemory,
@@ -42,16 +42,13 @@ RETRY_S = 10.0  # after a failed load; until then requests are answered with its
 Start = Callable[[], tuple[Engine, ModelInfo]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadCommand:
-    """Load a model, and pin or unpin it unless `pin` is None; or unload it. Answered by one output,
-    with finish "stop" or "error"."""
+    """Load a model, and pin or unpin it unless `pin` is None; or unload it."""
 
-    id: str
     model: str
     load: bool
     pin: bool | None = None
-    n: int = 1
 
 
 Order = Request | LoadCommand
@@ -104,8 +101,9 @@ class ModelManager:
     monitor: memory.MemoryMonitor = field(default_factory=memory.MemoryMonitor)
     load_on_request: bool = False
     ranks: Ranks = field(default_factory=Ranks)
-    wired: str = "off"  # "on": the first model that is loaded; then "done"
+    wired: bool = False  # the first model that is loaded
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
+    ended: dict[LoadCommand, str] = field(default_factory=dict)  # why each failed, or ""
     _waiting: deque[Order] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
     _turns: deque[ModelSlot] = field(default_factory=deque)  # the first may step next
@@ -201,35 +199,51 @@ class ModelManager:
                 if order.pin is not None:
                     slot.pinned = order.pin
                 slot.used = self.clock()
-                return _finish(order, "stop")
+                self.ended[order] = ""
+                return []
         elif ready:
             slot.used = self.clock()
             try:
                 ready.add(order)
             except UserError as error:  # loading may have changed the limits it was checked with
-                return _finish(order, "error", error=str(error), fault="prompt")
+                return self._end(order, "error", error=str(error), fault="prompt")
             return []
         elif slot.error and self.clock() - slot.failed < RETRY_S:
-            return _finish(order, "error", error=slot.error, fault="model")
+            return self._end(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
         return []
+
+    def _end(
+        self, order: Order, finish: Finish, error: str = "", fault: Fault = "engine"
+    ) -> Outputs:
+        """The final output of each choice of a request; a command fails."""
+        if isinstance(order, LoadCommand):
+            self.ended[order] = error
+            return []
+        choices = range(order.n)
+        return [Output(order.id, i, (), finish=finish, error=error, fault=fault) for i in choices]
 
     def _slot(self, order: Order) -> ModelSlot:
         return next(slot for slot in self.slots if order.model in ("", slot.info.name))
 
     def abort(self, id: str, index: int | None = None) -> Outputs:
-        """End a request, or one choice of it; or an order that waits."""
+        """End a request, or one choice of it; all of one that waits for its model."""
         outputs = []
         for engine in self._engines():
             outputs += engine.abort(id, index)
         for order in self._waiting:
-            if order.id == id:
-                first = order is self._waiting[0]
-                self._waiting.remove(order)
-                outputs += _finish(order, "abort")
-                # Those behind another one go on waiting, or the first would never have its turn.
-                return outputs + self._dispatch_waiting() if first else outputs
+            if isinstance(order, Request) and order.id == id:
+                return outputs + self._end(order, "abort") + self.withdraw(order)
         return outputs
+
+    def withdraw(self, order: Order) -> Outputs:
+        """Forget an order, if it waits."""
+        if order not in self._waiting:
+            return []
+        first = order is self._waiting[0]
+        self._waiting.remove(order)
+        # Those behind another one go on waiting, or the first would never have its turn.
+        return self._dispatch_waiting() if first else []
 
     def _dispatch_waiting(self) -> Outputs:
         """Dispatch all waiting orders again, as the first was answered or can be."""
@@ -320,10 +334,10 @@ class ModelManager:
         slot.used = self.clock()
         slot.error = ""
         slot.loads += 1
-        if self.wired == "on":
-            meter.wire(slot.nbytes)
-            self.wired = "done"
-        elif memory.DARWIN and self.wired == "off" and info.weight_bytes > LARGE * memory.total():
+        if self.wired:
+            if sum(each.loads for each in self.slots) == 1:
+                meter.wire(slot.nbytes)
+        elif memory.DARWIN and info.weight_bytes > LARGE * memory.total():
             log.warning(
                 "%s takes over 60 %% of memory and is not wired: macOS may page weights out, which"
                 " makes it crawl; docs/memory.md tells what --wired on costs",
@@ -338,7 +352,7 @@ class ModelManager:
         outputs = []
         for order in [each for each in self._waiting if self._slot(each) is slot]:
             self._waiting.remove(order)
-            outputs += _finish(order, "error", error=slot.error, fault="model")
+            outputs += self._end(order, "error", error=slot.error, fault="model")
         return outputs + self._dispatch_waiting()
 
     def _unload(self, slot: ModelSlot) -> None:
@@ -361,11 +375,6 @@ class ModelManager:
             idle = slot.engine and not slot.busy and self.clock() - slot.used >= self.ttl
             if idle and not slot.pinned:
                 self._unload(slot)
-
-
-def _finish(order: Order, finish: Finish, **reason: Any) -> Outputs:
-    """The final output of each choice."""
-    return [Output(order.id, i, (), finish=finish, **reason) for i in range(order.n)]
 
 
 def release_memory() -> None:

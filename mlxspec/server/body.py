@@ -5,6 +5,7 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlxspec import log
 from mlxspec.engine.worker import RETRY_S
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.state import Model
+from mlxspec.server.state import TextModel, while_connected
 from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
@@ -85,11 +86,24 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
     return reporting
 
 
-async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, Model]:
+def takes(
+    kind: type[Body], answer: Callable[[HttpRequest, Body, TextModel], Awaitable[ASGIApp]]
+) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
+    """The endpoint for bodies of this kind: the response is what `answer` returns, which is
+    cancelled when the client disconnects."""
+
+    async def endpoint(http: HttpRequest) -> ASGIApp:
+        body, model = await receive(http, kind)
+        return await while_connected(http, answer(http, body, model))
+
+    return endpoint
+
+
+async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, TextModel]:
     """The request's body, and the model that it asks for. Raises ApiError, ClientDisconnect, and
     Busy where the bodies that are being read are too large together."""
     state, data = http.app.state.server, bytearray()
-    strict = state.config.strict_content == "on"
+    strict = state.config.strict_content
     try:
         await _read(http, data)
         if len(data) < LARGE:

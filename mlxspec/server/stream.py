@@ -5,16 +5,16 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mlxspec.server.errors import ApiError, Json, unavailable
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
 
-SSE = "text/event-stream"
 COMMENT = b": keep-alive\n\n"
 NO_OUTPUT = Output("", 0, ())
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -141,26 +141,50 @@ class Usage:
     rate: float = 0.0
 
 
-class ResponseWriter(Protocol):
+class ResponseWriter(ABC):
     """The format of one API; one per response, called in order."""
 
     id: str
+    media = "text/event-stream"
 
+    @abstractmethod
     def opening(self, usage: Usage) -> bytes:
         """The first events of a stream; only `usage.prompt` is known yet."""
 
+    @abstractmethod
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """The events of one piece, b"" if it has none."""
 
-    def still_here(self) -> bytes:
-        """An event without content, for clients that ignore comments."""
+    def progress(self, usage: Usage, asked: bool) -> bytes:
+        """How much of the prompt was read: a comment and, if `asked` for, llama.cpp's event."""
+        data = b": prompt %d of %d\n\n" % (usage.read, usage.prompt)
+        if asked:
+            counts = {
+                "total": usage.prompt,
+                "cache": usage.cached,
+                "processed": usage.read,
+                "time_ms": round(1e3 * usage.seconds),
+            }
+            data += event({"choices": [], "prompt_progress": counts})
+        return data
 
+    def keep_alive(self) -> bytes:
+        """A comment, and an event for clients that ignore comments."""
+        return COMMENT + self.still_here()
+
+    def still_here(self) -> bytes:
+        """An event without content."""
+        raise NotImplementedError
+
+    @abstractmethod
     def closing(self, choices: Choices, usage: Usage) -> bytes:
         """The last events of a stream."""
 
+    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """The last events of a stream that fails."""
 
+    @abstractmethod
     def body(self, choices: Choices, usage: Usage) -> Json:
         """The whole response."""
 

@@ -13,7 +13,7 @@ from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Count, Stops, Stric
 from mlxspec.server.chat_request import Format
 from mlxspec.server.content import LEFT_OUT, READABLE
 from mlxspec.server.errors import Json
-from mlxspec.server.openai.schema import BUDGET, Common, TextPart
+from mlxspec.server.openai.schema import Budget, Common, TextPart
 from mlxspec.text.messages import BILLING
 
 # The types of tools that the client runs; its task depends on them, so they are not left out.
@@ -99,7 +99,7 @@ class ToolChoice(Strict):
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int = BUDGET
+    budget_tokens: Budget | None = None
 
 
 class OutputFormat(Strict):

@@ -6,7 +6,7 @@ Rule: a stream has the blocks of the body, in the order in which the model gener
 from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
-from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
+from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage, typed_event
 from mlxspec.text.tool_calls import as_object
 
 KINDS = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
@@ -20,7 +20,7 @@ SIGNATURE = "bWx4c3BlYw=="  # says nothing; clients send reasoning back only wit
 
 
 @dataclass(slots=True)
-class MessageWriter:
+class MessageWriter(ResponseWriter):
     """The ResponseWriter of /v1/messages. The last block of `content` is open until the end."""
 
     id: str

@@ -8,16 +8,15 @@ from datetime import UTC, datetime
 from hashlib import sha256
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp
 
-from mlxspec.server.body import receive
-from mlxspec.server.chat_request import ChatRequest, chat_generation
+from mlxspec.server.body import takes
+from mlxspec.server.chat_request import ChatRequest, prepare_chat
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.generate import Generation
+from mlxspec.server.generate import Generation, respond
 from mlxspec.server.ollama.schema import Chat, Generate
 from mlxspec.server.ollama.writer import LineWriter
-from mlxspec.server.openai.endpoints import completion_generation
-from mlxspec.server.state import Model, run_on_text_thread, while_connected
+from mlxspec.server.openai.endpoints import prepare_completion
+from mlxspec.server.state import TextModel
 from mlxspec.server.stream import Piece
 from mlxspec.types import ModelInfo
 
@@ -68,31 +67,28 @@ def _model(info: ModelInfo) -> Json:
     }
 
 
-async def show(http: HttpRequest) -> Response:
-    _, model = await receive(http, Chat)
+async def show(http: HttpRequest, body: Chat, model: TextModel) -> Response:
     capabilities = ["completion", "tools"]
     if model.tokenizer.has_thinking:
         capabilities.append("thinking")
     return JSONResponse({**_model(model.info), "capabilities": capabilities})
 
 
-async def answer(http: HttpRequest) -> ASGIApp:
+async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | Generation:
     """POST /api/chat and /api/generate. Without a message, only loads or unloads the model."""
     chats = http.url.path == "/api/chat"
-    body, model = await receive(http, Chat if chats else Generate)
     writer = LineWriter(f"ollama-{secrets.token_hex(12)}", body.model or model.name, chats)
-    made = Generation(model, body, writer, "application/x-ndjson")
     if isinstance(body, Generate) and (body.suffix or (body.raw and body.prompt)):
         unread = {"format": body.form, "system": body.system, "tools": body.tools}
-        if model.server.config.strict_content == "on":
+        if model.server.config.strict_content:
             unread["images"] = body.images
         for name, value in unread.items():
             if value:
                 raise invalid(name, f"{name} with raw or suffix: send one of them")
-        return await run_on_text_thread(http, completion_generation, made)
+        return await respond(model, body, writer, prepare_completion)
     if not body.messages:
         keep = str((body.model_extra or {}).get("keep_alive"))
-        return JSONResponse(writer.line(Piece()) | await _load(http, model, keep))
+        return JSONResponse(writer.line(Piece()) | await _load(model, keep))
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
     last = body.messages[-1]
@@ -103,18 +99,28 @@ async def answer(http: HttpRequest) -> ASGIApp:
         source=source,
         continued=last.get("role") == "assistant" and not (last.get("tool_calls") or body.format),
     )
-    return await run_on_text_thread(http, chat_generation, made, asked)
+    return await respond(model, body, writer, prepare_chat, asked)
 
 
-async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
+async def _load(model: TextModel, keep: str) -> Json:
     """Unload the model where `keep` is 0, else load it, to stay where `keep` is negative. Raises
     ApiError."""
     server, unloads = model.server, keep in ("0", "0s", "0m")
     pin = keep.startswith("-") or None
-    work = server.unload(model.name) if unloads else server.worker.load(model.name, pin)
-    await while_connected(http, work)
+    await (server.unload(model.name) if unloads else server.worker.load(model.name, pin))
     return {"done": True, "done_reason": "unload" if unloads else "load"}
 
 
 async def refuse(http: HttpRequest) -> Response:
     raise ApiError(400, INSTEAD[http.url.path])
+
+
+ENDPOINTS: Json = {
+    "POST /api/chat": takes(Chat, answer),
+    "POST /api/generate": takes(Generate, answer),
+    "POST /api/show": takes(Chat, show),
+    "GET /api/ps": models,
+    "GET /api/tags": models,
+    "GET /api/version": version,
+    **{f"POST,DELETE {path}": refuse for path in INSTEAD},
+}

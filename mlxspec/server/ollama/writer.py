@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from mlxspec.server.errors import ApiError, Json
-from mlxspec.server.stream import Choice, Choices, Piece, Usage, texts
+from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage, texts
 from mlxspec.text.tool_calls import as_object
 
 ASCII = json.JSONEncoder(separators=(",", ":"))  # some clients end lines at U+2028 too
 
 
 @dataclass(slots=True)
-class LineWriter:
+class LineWriter(ResponseWriter):
     """The ResponseWriter of both. `model` is the name that the client sent."""
 
     id: str
     model: str
     chat: bool  # not /api/generate
+
+    media = "application/x-ndjson"
 
     def opening(self, usage: Usage) -> bytes:
         return b""
@@ -30,7 +32,10 @@ class LineWriter:
             return b""
         return _encoded(self.line(piece))
 
-    def still_here(self) -> bytes:
+    def progress(self, usage: Usage, asked: bool) -> bytes:
+        return b""
+
+    def keep_alive(self) -> bytes:
         return _encoded(self.line(Piece()))
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:

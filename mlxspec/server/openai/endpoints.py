@@ -5,26 +5,21 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
-from starlette.types import ASGIApp
-
-from mlxspec.server.body import receive
-from mlxspec.server.chat_request import ChatRequest, chat_generation, encode_prompt, engine_request
-from mlxspec.server.errors import HttpRequest, invalid
-from mlxspec.server.generate import Generation
+from mlxspec.server.body import takes
+from mlxspec.server.chat_request import ChatRequest, encode_prompt, engine_request, prepare_chat
+from mlxspec.server.errors import HttpRequest, Json, invalid
+from mlxspec.server.generate import Generation, Prepared, respond
 from mlxspec.server.openai.schema import Chat, Completion, Fill, Infill
 from mlxspec.server.openai.writer import CompletionWriter
-from mlxspec.server.state import Model, run_on_text_thread
+from mlxspec.server.state import TextModel
 from mlxspec.server.stream import Choice
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.fim import FORMS, fill_in_middle
 from mlxspec.text.messages import listed
-
-# Of bodies, by path.
-KINDS: dict[str, type[Completion]] = {"/fim/completions": Fill, "/infill": Infill}
+from mlxspec.types import Request
 
 
-async def chat(http: HttpRequest) -> ASGIApp:
-    body, model = await receive(http, Chat)
+async def chat(http: HttpRequest, body: Chat, model: TextModel) -> Generation:
     asked = ChatRequest(
         body.messages,
         body.tools,
@@ -34,38 +29,35 @@ async def chat(http: HttpRequest) -> ASGIApp:
     )
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
     writer.legacy = bool(body.functions)
-    made = Generation(model, body, writer)
-    return await run_on_text_thread(http, chat_generation, made, asked)
+    return await respond(model, body, writer, prepare_chat, asked)
 
 
-async def completions(http: HttpRequest) -> ASGIApp:
-    kind = KINDS.get(http.scope["path"].removeprefix("/v1"), Completion)
-    body, model = await receive(http, kind)
-    writer = CompletionWriter(model, body, kind is Fill, f"cmpl-{secrets.token_hex(12)}")
-    made = Generation(model, body, writer)
-    return await run_on_text_thread(http, completion_generation, made)
+async def completions(http: HttpRequest, body: Completion, model: TextModel) -> Generation:
+    mistral = type(body) is Fill  # whose answers have the form of a chat
+    writer = CompletionWriter(model, body, mistral, f"cmpl-{secrets.token_hex(12)}")
+    return await respond(model, body, writer, prepare_completion)
 
 
-def completion_generation(generation: Generation) -> Generation:
-    """The response, ready to answer; on the text thread. Raises RejectedRequest and ApiError."""
-    model, body = generation.model, generation.body
-    id = name = generation.writer.id
+def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
+    """What answers each prompt; on the text thread. Raises RejectedRequest and ApiError."""
+    requests: list[Request] = []
+    choices: list[Choice] = []
     for prompt in listed(body.prompt):
         text, ends = prompt, frozenset[int]()
         if body.suffix or isinstance(body, Fill):
             text, ends = _gap(model, body, prompt)
         ids = encode_prompt(model, text) if isinstance(text, str) else text
+        name = f"{id}-{len(requests)}" if requests else id
         request = engine_request(model, body, name, ids, "prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
-        generation.requests.append(request)
-        name = f"{id}-{len(generation.requests)}"
+        requests.append(request)
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
-            generation.choices.append(Choice(len(generation.choices), request, reader))
-    return generation
+            choices.append(Choice(len(choices), request, reader))
+    return Prepared(requests, choices)
 
 
-def _gap(model: Model, body: Any, prefix: str | list[int]) -> tuple[str, frozenset[int]]:
+def _gap(model: TextModel, body: Any, prefix: str | list[int]) -> tuple[str, frozenset[int]]:
     """The prompt for what stands between `prefix` and the suffix, and what ends it. Raises
     ApiError."""
     form, file, ends = fill_in_middle(model.tokenizer)
@@ -82,3 +74,11 @@ def _gap(model: Model, body: Any, prefix: str | list[int]) -> tuple[str, frozens
         if text:
             text += f"{file}\n"  # the name of the file with the gap is not known
     return text + form.format(prefix=prefix, suffix=body.suffix), ends
+
+
+ENDPOINTS: Json = {
+    "POST /v1/chat/completions": takes(Chat, chat),
+    "POST /v1/completions": takes(Completion, completions),
+    "POST /v1/fim/completions": takes(Fill, completions),
+    "POST /v1/infill": takes(Infill, completions),
+}

@@ -22,7 +22,7 @@ from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json, invalid
 from mlxspec.text.messages import listed
-from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, UNLIMITED
+from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 MAX_PROMPTS = 32
 MAX_INPUTS = 2048
@@ -63,7 +63,7 @@ UNSUPPORTED: Json = {
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = dict[Annotated[Token, Field(strict=False)], Bias]
-BUDGET = Field(default=UNLIMITED, ge=0)  # of tokens
+Budget = Annotated[int, Field(ge=0)]  # of tokens
 Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]  # alternatives for each token
 
 
@@ -163,6 +163,11 @@ class Common(Strict):
         return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
     @property
+    def progress(self) -> bool:
+        """Whether a stream tells how much of the prompt was read in events."""
+        return self.return_progress or self.stream_options.include_progress
+
+    @property
     def alternatives(self) -> int | None:
         return None
 
@@ -171,7 +176,7 @@ class Reasoning(Strict):
     """How much to reason: a word that a template may know, or a number of tokens."""
 
     effort: str | None = None
-    max_tokens: int = BUDGET
+    max_tokens: Budget | None = None
 
 
 class TemplateFields(Strict):

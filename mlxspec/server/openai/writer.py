@@ -9,8 +9,17 @@ from typing import Any
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.openai.schema import Chat, Completion, Infill
-from mlxspec.server.state import Model
-from mlxspec.server.stream import Choice, Choices, Piece, Usage, event, message, texts
+from mlxspec.server.state import TextModel
+from mlxspec.server.stream import (
+    Choice,
+    Choices,
+    Piece,
+    ResponseWriter,
+    Usage,
+    event,
+    message,
+    texts,
+)
 from mlxspec.text.detokenizer import token_bytes
 from mlxspec.text.output_parser import Part
 from mlxspec.types import Logprob
@@ -20,10 +29,10 @@ MIN_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
 
 @dataclass(slots=True)
-class CompletionWriter:
+class CompletionWriter(ResponseWriter):
     """The ResponseWriter of the completion endpoints."""
 
-    model: Model
+    model: TextModel
     request: Chat | Completion
     chat: bool  # not a text completion
     id: str

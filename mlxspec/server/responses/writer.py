@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.responses.schema import Tool
-from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
+from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage, typed_event
 from mlxspec.text.chat import Tokenizer
 from mlxspec.text.output_parser import Call, Part
 from mlxspec.text.tool_calls import as_object
@@ -57,7 +57,7 @@ TYPES = {
 
 
 @dataclass(slots=True)
-class ResponsesWriter:
+class ResponsesWriter(ResponseWriter):
     """The ResponseWriter of /v1/responses. `response` has no answer until the end, when `store` is
     called with it."""
 

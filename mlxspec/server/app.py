@@ -19,13 +19,11 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
-from mlxspec.server import embeddings, page
-from mlxspec.server.anthropic import endpoints as anthropic
-from mlxspec.server.body import FIRST, Items, Strict, Token, report_ignored, takes
+from mlxspec.server import anthropic, embeddings, ollama, page
+from mlxspec.server.body import FIRST, Body, Items, Token, report_ignored, takes
 from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
-from mlxspec.server.ollama import endpoints as ollama
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING, TemplateFields
 from mlxspec.server.responses import endpoints as responses
@@ -135,10 +133,10 @@ def _model(served: Served) -> Json:
     return body
 
 
-class Load(Strict):
+class Load(Body):
     """`pin` is for a load, `force` for the unload of a pinned model."""
 
-    model: str
+    model: str  # no default
     pin: bool | None = None
     force: bool = False
 
@@ -155,13 +153,12 @@ async def load(http: HttpRequest, body: Load, model: TextModel) -> Response:
     return JSONResponse({**_model(server.worker.models[name]), "seconds": seconds})
 
 
-class Tokenize(TemplateFields):
+class Tokenize(Body, TemplateFields):
     """Of a prompt, to which `add_special_tokens` belongs, or of messages, to which what follows it
     and the template's fields belong."""
 
     unsupported: ClassVar[Json] = RENDERING
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[Items, Field(min_length=1), READABLE] | None = None
     tools: Items | None = None
@@ -185,8 +182,7 @@ def _tokens(model: TextModel, body: Tokenize) -> list[int]:
     return render_prompt(model, chat, body.add_generation_prompt)[1].ids
 
 
-class Detokenize(Strict):
-    model: str | None = None
+class Detokenize(Body):
     tokens: Annotated[list[Token], FIRST]
 
 

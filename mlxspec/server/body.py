@@ -65,12 +65,20 @@ class Strict(BaseModel):
 IGNORED = "mlxspec.ignored"  # in a request's scope: unknown fields, and content left out
 MOST_NAMED = 32  # in the header, and in a line of the log
 
-Body = TypeVar("Body", bound=Strict)
+
+class Body(Strict):
+    """The body of a request to a model, by default the first one."""
+
+    model: str | None = None
+
+
+StrictT = TypeVar("StrictT", bound=Strict)
+BodyT = TypeVar("BodyT", bound=Body)
 Data = bytes | bytearray  # JSON
 
 
 def report_ignored(app: ASGIApp) -> ASGIApp:
-    """`app`, whose responses have a header that lists what `receive` ignored, percent-encoded; but
+    """`app`, whose responses have a header that lists what `takes` ignored, percent-encoded; but
     for a 500, which is made outside."""
 
     async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,33 +95,28 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
 
 
 def takes(
-    kind: type[Body], answer: Callable[[HttpRequest, Body, TextModel], Awaitable[ASGIApp]]
+    kind: type[BodyT], answer: Callable[[HttpRequest, BodyT, TextModel], Awaitable[ASGIApp]]
 ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
     """The endpoint for bodies of this kind: the response is what `answer` returns, which is
-    cancelled when the client disconnects."""
+    cancelled when the client disconnects. It raises ApiError, ClientDisconnect, and Busy where the
+    bodies that are being read are too large together."""
 
     async def endpoint(http: HttpRequest) -> ASGIApp:
-        body, model = await receive(http, kind)
+        state, data = http.app.state.server, bytearray()
+        strict = state.config.strict_content
+        try:
+            await _read(http, data)
+            if len(data) < LARGE:
+                body, ignored = parse(kind, data, strict)
+            else:
+                body, ignored = await state.on_text_thread(parse, kind, data, strict)
+        finally:
+            state.unread -= len(data)
+        http.scope[IGNORED] = ignored
+        model = await state.model(body.model)
         return await while_connected(http, answer(http, body, model))
 
     return endpoint
-
-
-async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, TextModel]:
-    """The request's body, and the model that it asks for. Raises ApiError, ClientDisconnect, and
-    Busy where the bodies that are being read are too large together."""
-    state, data = http.app.state.server, bytearray()
-    strict = state.config.strict_content
-    try:
-        await _read(http, data)
-        if len(data) < LARGE:
-            body, ignored = parse(kind, data, strict)
-        else:
-            body, ignored = await state.on_text_thread(parse, kind, data, strict)
-    finally:
-        state.unread -= len(data)
-    http.scope[IGNORED] = ignored
-    return body, await state.model(getattr(body, "model", None))
 
 
 async def _read(http: HttpRequest, data: bytearray) -> None:
@@ -138,7 +141,7 @@ async def _read(http: HttpRequest, data: bytearray) -> None:
         raise ApiError(408, why) from error
 
 
-def parse(kind: type[Body], data: Data, strict: bool = False) -> tuple[Body, list[str]]:
+def parse(kind: type[StrictT], data: Data, strict: bool = False) -> tuple[StrictT, list[str]]:
     """The validated body, and the names of its unknown fields and of content that was left out;
     `strict`: none is. Raises ApiError 400."""
     objects = data.count(b"{")
@@ -160,7 +163,9 @@ def parse(kind: type[Body], data: Data, strict: bool = False) -> tuple[Body, lis
     return body, _unknown(body) + left_out
 
 
-def validate(kind: type[Body], raw: Any, at: str = "", left_out: list[str] | None = None) -> Body:
+def validate(
+    kind: type[StrictT], raw: Any, at: str = "", left_out: list[str] | None = None
+) -> StrictT:
     """A whole body as JSON, or an object of a body, whose path is `at`. Validators add to
     `left_out` what they leave out; None: they refuse it. Raises ApiError 400."""
     try:

@@ -14,7 +14,6 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from mlxspec import log
-from mlxspec.engine.worker import Mailbox, Worker
 from mlxspec.files import read_json
 from mlxspec.server.body import takes, wrong
 from mlxspec.server.chat_request import encode_prompt, room_for
@@ -33,27 +32,21 @@ async def create(http: HttpRequest, body: Embeddings, model: TextModel) -> Respo
 
     def response() -> Response:
         """Thousands of vectors take a second to write."""
-        found = [vector.tolist() for vector in vectors]
         if body.encoding_format == "base64":
-            found = [base64.b64encode(vector.astype("<f4")).decode() for vector in vectors]
-        made: Json = {"embedding": found[0]}
+            values = [base64.b64encode(vector.astype("<f4")).decode() for vector in vectors]
+        else:
+            values = [vector.tolist() for vector in vectors]
+        if isinstance(body, OneEmbedding):
+            return JSONResponse({"embedding": values[0]})
         if http.url.path == "/api/embed":
-            made = {
-                "model": body.model or model.name,
-                "embeddings": found,
-                "prompt_eval_count": tokens,
-            }
-        elif not isinstance(body, OneEmbedding):
-            made = {
-                "object": "list",
-                "data": [
-                    {"object": "embedding", "index": i, "embedding": each}
-                    for i, each in enumerate(found)
-                ],
-                "model": model.name,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
-        return JSONResponse(made)
+            name, counts = body.model or model.name, {"prompt_eval_count": tokens}
+            return JSONResponse({"model": name, "embeddings": values, **counts})
+        data = [
+            {"object": "embedding", "index": i, "embedding": value}
+            for i, value in enumerate(values)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
 
     return await model.server.on_text_thread(response)
 
@@ -70,7 +63,14 @@ async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
     vectors: dict[str, Any] = {}  # by request
     while some := requests[len(vectors) :][:most]:
         try:
-            async for output in await _queued(worker, some, waits=bool(vectors)):
+            outputs = worker.submit(*some)
+        except Busy as error:
+            if not vectors:
+                raise
+            await asyncio.sleep(error.retry_after)  # or what was done would be lost
+            continue
+        try:
+            async for output in outputs:
                 if output.finish != "length":
                     raise failure(output)
                 width = len(output.embedding)
@@ -86,18 +86,6 @@ async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
     tokens = sum(len(request.prompt) for request in requests)
     log.info("%s: %d embeddings of %d tokens", model.name, len(vectors), tokens)
     return [vectors[request.id] for request in requests], tokens
-
-
-async def _queued(worker: Worker, requests: list[Request], waits: bool) -> Mailbox:
-    """The outputs of requests that were queued; `waits` for places, as Busy would lose what was
-    done before. Raises Busy and Dead."""
-    while True:
-        try:
-            return worker.submit(*requests)
-        except Busy as error:
-            if not waits:
-                raise
-            await asyncio.sleep(error.retry_after)
 
 
 def _request(model: TextModel, given: str | list[int], field: str) -> Request:

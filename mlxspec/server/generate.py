@@ -1,24 +1,27 @@
 """One answer from submission to its last byte, streamed or whole, for any API.
 
 Rule: however it ends (last token, stop string, disconnected client, error), what still runs of it
-is aborted.
+is aborted, and it is counted and logged once.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mlxspec import log
 from mlxspec.engine.worker import Mailbox
+from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.observer import Observer
-from mlxspec.server.state import TextModel, while_connected
-from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter
+from mlxspec.server.state import Row, TextModel, while_connected
+from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage
 from mlxspec.text.structured.grammar import Make
 from mlxspec.types import Output, Request
 
@@ -51,6 +54,83 @@ async def respond(
     prepared = await model.server.on_text_thread(prepare, model, body, writer.id, *args)
     observer = Observer(model, writer.id, prepared.choices, arrived)
     return Generation(model, body, writer, prepared, observer)
+
+
+@dataclass(slots=True)
+class Observer:
+    """Watches the choices of one response: its clock, the metrics, the page's row, the log line and
+    the record. Keeps no text. Times are seconds since the request `arrived`."""
+
+    model: TextModel
+    id: str
+    choices: Choices
+    arrived: float
+    first: float = 0.0  # time of the first token
+    last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """List the answer while it is made, then count and log it. A client's leaving ends it."""
+        server, name = self.model.server, self.model.name
+        server.live[self.id] = self.row
+        failed = False
+        try:
+            yield
+        except ClientDisconnect:
+            pass
+        except Exception:
+            failed = True
+            raise
+        finally:
+            del server.live[self.id]
+            for choice in self.choices:
+                if server.recorder and choice.finish in ("stop", "length"):
+                    server.recorder.add(name, choice.request.prompt, choice.ids)
+            # By the alphabet, so that failures come first.
+            outcomes = sorted({choice.finish or "gone" for choice in self.choices})
+            if failed:  # it could not be written
+                outcomes = ["error"]
+            usage, outcome = self.usage(), ",".join(outcomes)
+            server.finished.appendleft(self.row(outcome))
+            server.metrics.duration.labels(name, outcomes[0]).observe(usage.seconds)
+            log.info("%s: %s, %s", self.id, _summary(usage), outcome)
+
+    def saw(self, choice: Choice, output: Output) -> None:
+        """Note the time of an output's tokens, which came together."""
+        metrics, name = self.model.server.metrics, self.model.name
+        if not output.tokens:
+            return
+        now = time.monotonic() - self.arrived
+        if not self.first:
+            self.first = now
+            metrics.first_token.labels(name).observe(now)
+        elif choice.index in self.last:
+            gap = (now - self.last[choice.index]) / len(output.tokens)
+            for _ in output.tokens:
+                metrics.between_tokens.labels(name).observe(gap)
+        self.last[choice.index] = now
+
+    def usage(self) -> Usage:
+        """The figures of this moment. The engine's are of its last step, and only needed until the
+        first token."""
+        usage = stream.usage(self.choices)
+        usage.first, usage.seconds = self.first, time.monotonic() - self.arrived
+        if self.first:
+            if (seconds := max(self.last.values()) - self.first) > 0:
+                usage.rate = (usage.generated - len(self.last)) / seconds
+            return usage
+        requests = {choice.request.id for choice in self.choices}
+        # The engine lists each running choice in order; the first one has the prefix match.
+        running = reversed(self.model.served.stats.running_requests)
+        prompts = {id: counts for id, *counts in running if id in requests}
+        if prompts:
+            usage.cached, usage.read = map(sum, zip(*prompts.values(), strict=True))
+        return usage
+
+    def row(self, outcome: str = "") -> Row:
+        """The figures for the page; `outcome` is "" until the end."""
+        head = {"id": self.id, "model": self.model.name, "outcome": outcome}
+        return head | asdict(self.usage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +198,11 @@ class Generation:
                     data = writer.chunk(*self._read(output))
                 except TimeoutError:
                     now = usage()
-                    if now.read > told:
+                    if writer.comment and now.read > told:
                         told = now.read
                         yield writer.progress(now, self.body.progress)
                 if not data and time.monotonic() - written >= pause:
-                    data = writer.keep_alive()
+                    data = writer.comment + writer.still_here()
                 if data:
                     written = time.monotonic()
                     yield data
@@ -143,3 +223,15 @@ class Generation:
         if choice.finish is not None and output.finish is None:
             self.model.server.worker.abort(output.request, output.index)
         return choice, piece
+
+
+def _summary(usage: Usage) -> str:
+    """The figures of a finished answer, for the log."""
+    text = f"{usage.prompt} in, {usage.cached} cached, {usage.generated} out"
+    when = f"{usage.first or usage.seconds:.2f} s"
+    text += f", {'first' if usage.first else 'none'} after {when}"
+    text += f", {usage.rate:.1f} tokens/s, {usage.rounds} rounds"
+    if usage.drafted:
+        text += f", {usage.generated / usage.rounds:.1f} tok/round"
+        text += f", {usage.kept / usage.drafted:.0%} of drafts kept"
+    return text

@@ -5,17 +5,15 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 """
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mlxspec.server.errors import ApiError, Json, unavailable
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
 
-COMMENT = b": keep-alive\n\n"
 NO_OUTPUT = Output("", 0, ())
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -141,17 +139,16 @@ class Usage:
     rate: float = 0.0
 
 
-class ResponseWriter(ABC):
+class ResponseWriter(Protocol):
     """The format of one API; one per response, called in order."""
 
     id: str
-    media = "text/event-stream"
+    media: str = "text/event-stream"
+    comment: bytes = b": keep-alive\n\n"  # empty where there are none
 
-    @abstractmethod
     def opening(self, usage: Usage) -> bytes:
         """The first events of a stream; only `usage.prompt` is known yet."""
 
-    @abstractmethod
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """The events of one piece, b"" if it has none."""
 
@@ -168,23 +165,15 @@ class ResponseWriter(ABC):
             data += event({"choices": [], "prompt_progress": counts})
         return data
 
-    def keep_alive(self) -> bytes:
-        """A comment, and an event for clients that ignore comments."""
-        return COMMENT + self.still_here()
-
     def still_here(self) -> bytes:
-        """An event without content."""
-        raise NotImplementedError
+        """An event without content, for clients that ignore comments."""
 
-    @abstractmethod
     def closing(self, choices: Choices, usage: Usage) -> bytes:
         """The last events of a stream."""
 
-    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """The last events of a stream that fails."""
 
-    @abstractmethod
     def body(self, choices: Choices, usage: Usage) -> Json:
         """The whole response."""
 

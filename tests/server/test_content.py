@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.config import Config
-from mlxspec.server.anthropic.schema import Messages
+from mlxspec.server.anthropic import Messages
 from mlxspec.server.body import parse
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import Chat

@@ -11,6 +11,7 @@ from mlxspec.server.body import (
     FIRST,
     MAX_STOPS,
     TEXT_PART,
+    Body,
     Count,
     Fraction,
     Items,
@@ -127,13 +128,12 @@ class Prediction(Strict):
     content: Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS), TEXT_PART]
 
 
-class Common(Strict):
+class Common(Body):
     """The fields that all endpoints share which generate. `alternatives`, here and below, is the
     number of top log-probabilities for each token; None if none are wanted."""
 
     unsupported: ClassVar[Json] = UNSUPPORTED
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -306,12 +306,11 @@ class Infill(Fill):
         return None if self.n_predict < 0 else max(1, self.n_predict)
 
 
-class Embeddings(Strict):
+class Embeddings(Body):
     """`input` is like a completion's prompt. `place`: what errors call one of the inputs."""
 
     place: ClassVar[str] = "input[{}]"
 
-    model: str | None = None
     input: Annotated[
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_INPUTS)] | str,
         ONE_OR_MORE,

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 Json = dict[str, Any]  # a JSON object
 Finish = Literal["stop", "length", "abort", "error"]
-Fault = Literal["engine", "model", "numbers", "prompt", "grammar", "client"]
 Pooling = Literal["", "last", "mean"]
 
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
@@ -123,7 +122,7 @@ class Output:
     error: str = ""
     drafted: int = 0
     accepted: int = 0
-    fault: Fault = "engine"
+    fault: Literal["engine", "model", "numbers", "prompt", "grammar", "client"] = "engine"
     embedding: Any = None
 
 

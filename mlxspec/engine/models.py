@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,12 +20,10 @@ from mlxspec.model import meter
 from mlxspec.model.parallel import Ranks
 from mlxspec.types import (
     Check,
-    Fault,
     Finish,
     ModelInfo,
     OutOfMemory,
     Output,
-    Outputs,
     RankLost,
     Request,
     Served,
@@ -51,7 +50,16 @@ class LoadCommand:
     pin: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command was carried out, or failed because of `error`."""
+
+    command: LoadCommand
+    error: str = ""
+
+
 Order = Request | LoadCommand
+Results = list[Output | Ended]
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +111,6 @@ class ModelManager:
     ranks: Ranks = field(default_factory=Ranks)
     wired: bool = False  # the first model that is loaded
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
-    ended: dict[LoadCommand, str] = field(default_factory=dict)  # why each failed, or ""
     _waiting: deque[Order] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
     _turns: deque[ModelSlot] = field(default_factory=deque)  # the first may step next
@@ -186,12 +193,12 @@ class ModelManager:
 
     # ---- orders
 
-    def submit(self, order: Order) -> Outputs:
+    def submit(self, order: Order) -> Results:
         """Start an order, or queue it until its model is loaded."""
         outputs = self._dispatch(order)
         return outputs if self._leaving else outputs + self._choose_evictions()
 
-    def _dispatch(self, order: Order) -> Outputs:
+    def _dispatch(self, order: Order) -> Results:
         slot = self._slot(order)
         ready = None if slot in self._leaving else slot.engine
         if isinstance(order, LoadCommand):
@@ -199,44 +206,33 @@ class ModelManager:
                 if order.pin is not None:
                     slot.pinned = order.pin
                 slot.used = self.clock()
-                self.ended[order] = ""
-                return []
+                return [Ended(order)]
         elif ready:
             slot.used = self.clock()
             try:
                 ready.add(order)
             except UserError as error:  # loading may have changed the limits it was checked with
-                return self._end(order, "error", error=str(error), fault="prompt")
+                return _end(order, "error", error=str(error), fault="prompt")
             return []
         elif slot.error and self.clock() - slot.failed < RETRY_S:
-            return self._end(order, "error", error=slot.error, fault="model")
+            return _end(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
         return []
-
-    def _end(
-        self, order: Order, finish: Finish, error: str = "", fault: Fault = "engine"
-    ) -> Outputs:
-        """The final output of each choice of a request; a command fails."""
-        if isinstance(order, LoadCommand):
-            self.ended[order] = error
-            return []
-        choices = range(order.n)
-        return [Output(order.id, i, (), finish=finish, error=error, fault=fault) for i in choices]
 
     def _slot(self, order: Order) -> ModelSlot:
         return next(slot for slot in self.slots if order.model in ("", slot.info.name))
 
-    def abort(self, id: str, index: int | None = None) -> Outputs:
+    def abort(self, id: str, index: int | None = None) -> Results:
         """End a request, or one choice of it; all of one that waits for its model."""
-        outputs = []
+        outputs: Results = []
         for engine in self._engines():
             outputs += engine.abort(id, index)
         for order in self._waiting:
             if isinstance(order, Request) and order.id == id:
-                return outputs + self._end(order, "abort") + self.withdraw(order)
+                return outputs + _end(order, "abort") + self.withdraw(order)
         return outputs
 
-    def withdraw(self, order: Order) -> Outputs:
+    def withdraw(self, order: Order) -> Results:
         """Forget an order, if it waits."""
         if order not in self._waiting:
             return []
@@ -245,18 +241,18 @@ class ModelManager:
         # Those behind another one go on waiting, or the first would never have its turn.
         return self._dispatch_waiting() if first else []
 
-    def _dispatch_waiting(self) -> Outputs:
+    def _dispatch_waiting(self) -> Results:
         """Dispatch all waiting orders again, as the first was answered or can be."""
         waiting, self._waiting = self._waiting, deque()
         self._leaving = []
-        outputs = []
+        outputs: Results = []
         for order in waiting:
             outputs += self._dispatch(order)
         return outputs + self._choose_evictions()
 
     # ---- loads and unloads
 
-    def _choose_evictions(self) -> Outputs:
+    def _choose_evictions(self) -> Results:
         """Choose the models to unload for the first waiting order: none more than its model needs,
         idle before busy, least recently used first. If all are too few, answer that it fails."""
         if not self._waiting:
@@ -279,7 +275,7 @@ class ModelManager:
         staying = sum(each.nbytes for each in self.slots if each not in self._leaving)
         return self.memory_check(slot, staying)
 
-    def step(self) -> Outputs:
+    def step(self) -> Results:
         """Unload or load for the first waiting order, if no model that is to leave is busy; else
         do a step of the next active model."""
         if self._waiting and not any(slot.busy for slot in self._leaving):
@@ -297,10 +293,10 @@ class ModelManager:
                 if not own.busy:  # it only saves blocks, which a slow disk may hold up
                     self.ranks.remind()
                 alone = not any(each.busy for each in self._engines() if each is not own)
-                return own.step(alone)
+                return [*own.step(alone)]
         return []
 
-    def _load(self, slot: ModelSlot) -> Outputs:
+    def _load(self, slot: ModelSlot) -> Results:
         """Load a model and dispatch the orders that wait for it, or answer that it failed."""
         self.loading = slot.info.name
         reason = ""
@@ -344,15 +340,15 @@ class ModelManager:
                 info.name,
             )
 
-    def _fail(self, slot: ModelSlot, reason: str) -> Outputs:
+    def _fail(self, slot: ModelSlot, reason: str) -> Results:
         """Answer all orders that wait for this load."""
         slot.error = f"{slot.info.name} cannot be loaded: {reason}"
         slot.failed = self.clock()
         log.error("%s", slot.error)
-        outputs = []
+        outputs: Results = []
         for order in [each for each in self._waiting if self._slot(each) is slot]:
             self._waiting.remove(order)
-            outputs += self._end(order, "error", error=slot.error, fault="model")
+            outputs += _end(order, "error", error=slot.error, fault="model")
         return outputs + self._dispatch_waiting()
 
     def _unload(self, slot: ModelSlot) -> None:
@@ -375,6 +371,13 @@ class ModelManager:
             idle = slot.engine and not slot.busy and self.clock() - slot.used >= self.ttl
             if idle and not slot.pinned:
                 self._unload(slot)
+
+
+def _end(order: Order, finish: Finish, **reason: Any) -> Results:
+    """The end of a command, or the final output of each choice of a request."""
+    if isinstance(order, LoadCommand):
+        return [Ended(order, reason["error"])]
+    return [Output(order.id, index, (), finish=finish, **reason) for index in range(order.n)]
 
 
 def release_memory() -> None:

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from mlxspec import log
 from mlxspec.engine.memory import CRITICAL, HOLD_S
-from mlxspec.engine.models import LoadCommand, ModelManager
+from mlxspec.engine.models import Ended, LoadCommand, ModelManager, Results
 from mlxspec.types import (
     Busy,
     Dead,
@@ -28,7 +28,6 @@ from mlxspec.types import (
     Interrupted,
     ModelInfo,
     Output,
-    Outputs,
     RankLost,
     Request,
     Served,
@@ -78,7 +77,7 @@ class Worker:
         self._manager = manager
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._inbox: SimpleQueue[Callable[[], Outputs]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], Results]] = SimpleQueue()
         self._stopping = self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # Those of running choices, by request and index; on the loop's thread.
@@ -170,15 +169,15 @@ class Worker:
     def _command(self, command: LoadCommand) -> Awaitable[None]:
         self._send(partial(self._manager.submit, command))
         future = self._commands[command] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._forget(command))
+
+        def done(_: object) -> None:
+            del self._commands[command]
+            self._inbox.put(partial(self._manager.withdraw, command))  # it may be cancelled
+
+        future.add_done_callback(done)
         return future
 
-    def _forget(self, command: LoadCommand) -> None:
-        """It has ended, or was cancelled."""
-        self._commands.pop(command, None)
-        self._inbox.put(partial(self._manager.withdraw, command))
-
-    def _send(self, order: Callable[[], Outputs]) -> None:
+    def _send(self, order: Callable[[], Results]) -> None:
         """Let the engine's thread call `order` before its next step. Raises Dead."""
         if self._stopping or self.draining or not self.alive():
             raise Dead("the engine takes no more requests")
@@ -200,12 +199,12 @@ class Worker:
     def _end_all(self, finish: Finish, error: str) -> None:
         """End all choices and commands that have not ended."""
         self._end(list(self._mailboxes), finish, error=error)
-        for command in list(self._commands):
+        for command in self._commands:
             self._settle(command, Dead(error))
 
     def _settle(self, command: LoadCommand, error: Exception | None) -> None:
-        future = self._commands.pop(command, None)
-        if not future or future.cancelled():
+        future = self._commands.get(command)
+        if not future or future.done():
             return
         if error:
             future.set_exception(error)
@@ -218,10 +217,12 @@ class Worker:
             mailbox = self._mailboxes.pop((request, index))
             mailbox.put(Output(request, index, (), finish=finish, **reason))
 
-    def _deliver(self, outputs: Outputs, ended: Mapping[LoadCommand, str]) -> None:
-        for command, error in ended.items():
-            self._settle(command, UnsupportedModel(error) if error else None)
+    def _deliver(self, outputs: Results) -> None:
         for output in outputs:
+            if isinstance(output, Ended):
+                error = UnsupportedModel(output.error) if output.error else None
+                self._settle(output.command, error)
+                continue
             choice = output.request, output.index
             mailbox = self._mailboxes.get(choice)
             if not mailbox:  # it was ended here
@@ -233,9 +234,9 @@ class Worker:
                 its = [each for each, box in self._mailboxes.items() if box is mailbox]
                 self._end(its, "error", fault="client")
 
-    def _deliver_or_die(self, outputs: Outputs, ended: Mapping[LoadCommand, str]) -> None:
+    def _deliver_or_die(self, outputs: Results) -> None:
         try:
-            self._deliver(outputs, ended)
+            self._deliver(outputs)
         except Exception as error:  # a client would wait for the lost outputs for ever
             self._die(error)
             self._stop_soon()
@@ -282,7 +283,7 @@ class Worker:
             manager.poll()
             self._busy = False
             timeout = QUIET_S if manager.has_idle_work else IDLE_POLL_S
-        orders: list[Callable[[], Outputs]] = []
+        orders: list[Callable[[], Results]] = []
         with suppress(Empty):
             while True:
                 orders.append(self._inbox.get(timeout=timeout))
@@ -306,12 +307,11 @@ class Worker:
         if not self._inbox.empty():
             raise Interrupted
 
-    def _publish(self, outputs: Outputs) -> None:
+    def _publish(self, outputs: Results) -> None:
         """Deliver outputs on the loop's thread, and renew what any thread may read."""
         self.models = self._manager.snapshot()
-        ended, self._manager.ended = self._manager.ended, {}
-        if outputs or ended:
-            self._call_loop(lambda: self._deliver_or_die(outputs, ended))
+        if outputs:
+            self._call_loop(lambda: self._deliver_or_die(outputs))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         if self._loop:  # None: no order was sent yet

@@ -468,10 +468,10 @@ def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> N
         asked, calls, commands = dict[str, str](), 0, dict[LoadCommand, str]()
 
         def note(outputs: list[Output]) -> None:
-            while made.ended:
-                command, error = made.ended.popitem()
-                ended[commands.pop(command)] = error or "stop"
             for o in outputs:
+                if isinstance(o, module.Ended):
+                    ended[commands.pop(o.command)] = o.error or "stop"
+                    continue
                 assert o.request not in ended
                 ended[o.request] = str(o.finish)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 from starlette.responses import JSONResponse, Response
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Body, Count, Stops, Strict, takes
+from mlxspec.server.body import Body, Count, Many, Parts, Stops, Strict, takes
 from mlxspec.server.chat_request import ChatRequest, Format, prepare_chat, prompt_length
 from mlxspec.server.content import LEFT_OUT, READABLE
 from mlxspec.server.errors import ApiError, HttpRequest, Json
@@ -55,7 +55,7 @@ class ResultPart(Strict):
 class ToolResult(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[ResultPart], FIRST, TEXT_PART] = Field([])
+    content: Parts[ResultPart] = []
     is_error: bool = False
 
 
@@ -66,7 +66,7 @@ Block = Annotated[
 
 class Message(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], FIRST, TEXT_PART]
+    content: Parts[Block]
 
     @property
     def open(self) -> bool:
@@ -122,11 +122,9 @@ class OutputConfig(Strict):
 class Prompt(Body):
     """The body of POST /v1/messages/count_tokens."""
 
-    system: Annotated[list[TextPart], FIRST, TEXT_PART] = Field([])
-    messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS), READABLE]
-    tools: Annotated[list[Annotated[Tool, BeforeValidator(_hosted)]], FIRST] = Field(
-        [], max_length=MAX_ITEMS
-    )
+    system: Parts[TextPart] = []
+    messages: Annotated[Many[Message], Field(min_length=1), READABLE]
+    tools: Many[Annotated[Tool, BeforeValidator(_hosted)]] = []
     tool_choice: ToolChoice = ToolChoice()
     thinking: Thinking = Thinking(type="adaptive")
     output_config: OutputConfig = OutputConfig()
@@ -163,7 +161,7 @@ class Messages(Prompt, Common):
 
     n: Literal[1] = 1
     max_tokens: Count
-    stop: Stops = Field(default=[], validation_alias=AliasChoices("stop_sequences", "stop"))
+    stop: Stops = Field([], validation_alias=AliasChoices("stop_sequences", "stop"))
 
 
 def chat_messages(body: Prompt) -> list[Json]:
@@ -270,7 +268,7 @@ class MessageWriter(ResponseWriter):
         return self._close() + end + typed_event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        return typed_event("error", **error.anthropic())
+        return typed_event("error", **error.body(anthropic=True))
 
     def body(self, choices: Choices, usage: Usage) -> Json:
         for part in choices[0].whole.parts:

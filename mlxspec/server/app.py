@@ -24,7 +24,7 @@ from mlxspec.server.body import FIRST, Body, Items, Token, report_ignored, takes
 from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
-from mlxspec.server.openai import endpoints as openai
+from mlxspec.server.openai import completions as openai
 from mlxspec.server.openai.schema import RENDERING, TemplateFields
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import protect

@@ -35,9 +35,12 @@ def _text_part(value: Any) -> Any:
     return value
 
 
+T = TypeVar("T")
 FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
 TEXT_PART = BeforeValidator(_text_part)  # a string becomes a list of one text part
-Items = Annotated[list[Any], Field(max_length=MAX_ITEMS)]
+Parts = Annotated[list[T], FIRST, TEXT_PART]
+Many = Annotated[list[T], FIRST, Field(max_length=MAX_ITEMS)]
+Items = Many[Any]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -73,7 +76,6 @@ class Body(Strict):
 
 
 StrictT = TypeVar("StrictT", bound=Strict)
-BodyT = TypeVar("BodyT", bound=Body)
 Data = bytes | bytearray  # JSON
 
 
@@ -95,7 +97,7 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
 
 
 def takes(
-    kind: type[BodyT], answer: Callable[[HttpRequest, BodyT, TextModel], Awaitable[ASGIApp]]
+    kind: type[Body], answer: Callable[[HttpRequest, Any, TextModel], Awaitable[ASGIApp]]
 ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
     """The endpoint for bodies of this kind: the response is what `answer` returns, which is
     cancelled when the client disconnects. It raises ApiError, ClientDisconnect, and Busy where the

@@ -148,7 +148,11 @@ class Generation:
         http, id = HttpRequest(scope, receive), self.writer.id
         if self.prepared.grammar:
             await while_connected(http, asyncio.wrap_future(self.prepared.grammar))
-        outputs = self._submit()
+        server, answers = self.model.server, len(self.prepared.choices)
+        most = server.config.max_sequences + server.config.max_queue
+        if answers > most:
+            raise invalid("n", f"{answers} answers are more than the queue's {most}; ask for fewer")
+        outputs = server.worker.submit(*self.prepared.requests)
         headers = {"x-request-id": id, "request-id": id}
         with self.observer.watch():
             try:
@@ -162,15 +166,7 @@ class Generation:
             finally:
                 choices = self.prepared.choices
                 for request in {each.request.id for each in choices if each.finish is None}:
-                    self.model.server.worker.abort(request)
-
-    def _submit(self) -> Mailbox:
-        """Queue all requests or none. Raises ApiError, Busy and Dead."""
-        config, answers = self.model.server.config, len(self.prepared.choices)
-        most = config.max_sequences + config.max_queue
-        if answers > most:
-            raise invalid("n", f"{answers} answers are more than the queue's {most}; ask for fewer")
-        return self.model.server.worker.submit(*self.prepared.requests)
+                    server.worker.abort(request)
 
     def _runs(self) -> bool:
         return any(choice.finish is None for choice in self.prepared.choices)

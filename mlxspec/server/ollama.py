@@ -15,12 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, Items, takes
+from mlxspec.server.body import MAX_ITEMS, Items, Many, takes
 from mlxspec.server.chat_request import OBJECT, ChatRequest, Format, prepare_chat
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, respond
-from mlxspec.server.openai.endpoints import prepare_completion
+from mlxspec.server.openai.completions import prepare_completion
 from mlxspec.server.openai.schema import Common
 from mlxspec.server.state import TextModel
 from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage, texts
@@ -50,11 +50,9 @@ class Chat(Common):
     model: str | None = Field(None, validation_alias=AliasChoices("model", "name"))
     n: Literal[1] = 1
     stream: bool = True
-    messages: Annotated[list[Annotated[Json, READABLE, BeforeValidator(_turn)]], FIRST] = Field(
-        [], max_length=MAX_ITEMS
-    )
+    messages: Many[Annotated[Json, READABLE, BeforeValidator(_turn)]] = []
     tools: Items | None = None
-    options: Json = Field({})
+    options: Json = {}
     form: Literal["", "json"] | Json = Field("", alias="format")
     think: bool | str | None = None
     num_predict: int = -1  # below 1: no limit
@@ -83,7 +81,7 @@ class Generate(Chat):
     prompt: str = ""
     suffix: str = ""
     system: str = ""
-    images: Items = Field([])
+    images: Items = []
     raw: bool = False  # without the chat template
 
     @model_validator(mode="before")

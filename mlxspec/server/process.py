@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -56,8 +56,7 @@ def serve_model(
         config = replace(config, host=host, port=port)
 
     def stop(*_: object) -> None:
-        for number in _signals():
-            signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
+        _on_signals(signal.SIG_IGN)  # closing a terminal sends two
         log.info("stopped while loading")
         end(0)
 
@@ -65,8 +64,7 @@ def serve_model(
         ended(status)
         _exit(status)
 
-    for number in _signals():
-        signal.signal(number, stop)  # until the event loop takes over
+    _on_signals(stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
         threading.stack_size(8 << 20)  # of the threads to come: llguidance recurses
         gc.disable()  # imports leave hardly any garbage, and looking for it takes a seventh of them
@@ -88,8 +86,7 @@ def follow(config: Config) -> NoReturn:
     from mlxspec.types import RankLost
 
     ranks = join(config.ranks)
-    for number in _signals():
-        signal.signal(number, signal.SIG_IGN)
+    _on_signals(signal.SIG_IGN)
 
     def lost(reason: str) -> None:
         log.critical("%s", reason)
@@ -112,6 +109,11 @@ def _signals() -> list[int]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     return numbers
+
+
+def _on_signals(do: Any) -> None:
+    for number in _signals():
+        signal.signal(number, do)
 
 
 def _exit(status: int) -> NoReturn:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxspec.server.errors import ApiError
+from mlxspec.server.openai.completions import CompletionWriter, usage_object
 from mlxspec.server.openai.schema import Chat, Completion
-from mlxspec.server.openai.writer import CompletionWriter, usage_object
 from mlxspec.server.stream import Choice, Piece, Usage, usage
 from mlxspec.text.chat import encode
 from mlxspec.text.detokenizer import Detokenizer

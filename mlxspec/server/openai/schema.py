@@ -141,7 +141,7 @@ class Common(Body):
     max_tokens: Annotated[Count | None, UNSET] = None
     max_completion_tokens: Annotated[Count | None, UNSET] = None
     max_output_tokens: Annotated[Count | None, UNSET] = None
-    stop: Annotated[Stops, BeforeValidator(listed)] = Field([])
+    stop: Annotated[Stops, BeforeValidator(listed)] = []
     stop_token_ids: Annotated[list[Token], FIRST] = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -184,7 +184,7 @@ class TemplateFields(Strict):
 
     reasoning_effort: str | None = None
     reasoning: Reasoning = Reasoning()
-    chat_template_kwargs: Json = Field({})
+    chat_template_kwargs: Json = {}
 
     @property
     def options(self) -> Json:

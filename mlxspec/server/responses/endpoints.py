@@ -81,17 +81,14 @@ class Store:
 
     def resolve(self, items: list[Json]) -> None:
         """Replace each item_reference by the item it names. Raises ApiError 404."""
-        wanted = {
-            i: str(item.get("id"))
-            for i, item in enumerate(items)
-            if item.get("type") == "item_reference"
-        }
-        names, stored = set(wanted.values()), {}
-        for response, before, _ in self._stored.values() if names else ():
-            for item in (*before, *response["output"]):
-                if item["id"] in names:
-                    stored[item["id"]] = item
-        for i, id in wanted.items():
+        stored: Json = {}
+        for i, item in enumerate(items):
+            if item.get("type") != "item_reference":
+                continue
+            if not stored:
+                for response, before, _ in self._stored.values():
+                    stored |= {each["id"]: each for each in (*before, *response["output"])}
+            id = str(item.get("id"))
             if id not in stored:
                 raise _missing(id, f"input[{i}].id")
             items[i] = stored[id]

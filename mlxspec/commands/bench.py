@@ -86,7 +86,7 @@ WORKLOADS = ("edits", *PROMPTS)
 TASKS = 8  # of each workload, or as many as run at the same time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """One user message. `opening` starts the answer: or a small model talks before the code."""
 

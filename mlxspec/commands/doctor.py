@@ -22,7 +22,7 @@ from mlxspec.service.status import get_status
 from mlxspec.types import UserError, printable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Check:
     """One line of the report; the text of a broken one ends with the fix."""
 

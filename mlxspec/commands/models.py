@@ -15,7 +15,7 @@ from mlxspec.files import format_size, weight_bytes, weight_files
 from mlxspec.types import UnsupportedModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalModel:
     """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
     it is not downloaded, and `bytes` is the size of the download. `fits`: whether it can be loaded

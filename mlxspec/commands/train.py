@@ -72,7 +72,7 @@ MEASURED = 32  # held-out windows
 COMPARED, COMPARED_TOKENS = 8, 96  # held-out prompts at the end, most tokens of each answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
     """What was asked for. `data`: a directory of texts; `tokens`: of all that is learned from;
     `vocabulary`: how many tokens the head can draft; None: as many as the one that is there."""
@@ -83,7 +83,7 @@ class Options:
     vocabulary: int | None
 
 
-@dataclass(slots=True)
+@dataclass
 class Server:
     """The server that is not to be disturbed, if one runs."""
 

@@ -226,7 +226,7 @@ EMPTY: dict[str, Json] = {
 SIGNATURE = "bWx4c3BlYw=="  # says nothing; clients send reasoning back only with one
 
 
-@dataclass(slots=True)
+@dataclass
 class MessageWriter(ResponseWriter):
     """The ResponseWriter of /v1/messages. The last block of `content` is open until the end."""
 

@@ -40,7 +40,7 @@ SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
 OBJECT = {"type": "object"}  # the schema of any JSON object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Format:
     """What an answer must be: JSON by the schema `value`, or text by the Lark grammar `value`. The
     request says so in `field`."""
@@ -50,7 +50,7 @@ class Format:
     lark: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatRequest:
     """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
     checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
@@ -142,23 +142,9 @@ def room_for(model: TextModel, prompt: Sequence[int], source: str) -> int:
 def engine_request(
     model: TextModel, body: Any, id: str, prompt: Sequence[int], source: str
 ) -> Request:
-    """The engine's request for a prompt from the body's field `source`. Raises ApiError."""
-    room = room_for(model, prompt, source)
-    ends = () if body.ignore_eos else model.tokenizer.eos_token_ids
-    return Request(
-        id=id,
-        prompt=tuple(prompt),
-        max_tokens=min(room, body.limit or room),
-        sampling=_sampling(model, body),
-        stop_tokens=frozenset({*ends, *body.stop_token_ids}),
-        n=body.n,
-        prediction=_predicted(model, body),
-        model=model.name,
-    )
-
-
-def _sampling(model: TextModel, body: Any) -> Sampling:
-    """The request's own settings, else the model's. Raises ApiError."""
+    """The engine's request for a prompt from the body's field `source`: with the body's own
+    settings, else the model's. Raises ApiError."""
+    room, info, tokenizer = room_for(model, prompt, source), model.info, model.tokenizer
     given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
     values = {**asdict(model.defaults), "seed": secrets.randbits(63), **given}
     bias = body.logit_bias or {}
@@ -168,17 +154,22 @@ def _sampling(model: TextModel, body: Any) -> Sampling:
     values["top_k"] = max(0, values["top_k"])
     if values["temperature"] < COLDEST:
         values["temperature"] = 0.0
-    return Sampling(**values)
-
-
-def _predicted(model: TextModel, body: Any) -> tuple[int, ...]:
-    """Token ids of the answer that the client expects. A hint, so the excess is dropped."""
-    if body.prediction is None:
-        return ()
-    info = model.info
-    text = "".join(part.text for part in body.prediction.content)[: info.context * CHARS_PER_TOKEN]
-    ids = encode(model.tokenizer, text, special=False)[: info.context]
-    return tuple(token for token in ids if token < info.vocab)
+    predicted: list[int] = []  # a hint, so the excess is dropped
+    if body.prediction:
+        text = "".join(part.text for part in body.prediction.content)
+        ids = encode(tokenizer, text[: info.context * CHARS_PER_TOKEN], special=False)
+        predicted = [token for token in ids[: info.context] if token < info.vocab]
+    ends = () if body.ignore_eos else tokenizer.eos_token_ids
+    return Request(
+        id=id,
+        prompt=tuple(prompt),
+        max_tokens=min(room, body.limit or room),
+        sampling=Sampling(**values),
+        stop_tokens=frozenset({*ends, *body.stop_token_ids}),
+        n=body.n,
+        prediction=tuple(predicted),
+        model=model.name,
+    )
 
 
 def _grammar(

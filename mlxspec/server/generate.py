@@ -29,7 +29,7 @@ PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
 STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
     """What the text thread makes of a request. `choices` are grouped by request, `body.n` of
     each."""
@@ -56,7 +56,7 @@ async def respond(
     return Generation(model, body, writer, prepared, observer)
 
 
-@dataclass(slots=True)
+@dataclass
 class Observer:
     """Watches the choices of one response: its clock, the metrics, the page's row, the log line and
     the record. Keeps no text. Times are seconds since the request `arrived`."""
@@ -133,7 +133,7 @@ class Observer:
         return head | asdict(self.usage())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generation:
     """The response to one HTTP request, as an ASGI application that generates while it sends."""
 

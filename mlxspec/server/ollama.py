@@ -98,7 +98,7 @@ class Generate(Chat):
 ASCII = json.JSONEncoder(separators=(",", ":"))  # some clients end lines at U+2028 too
 
 
-@dataclass(slots=True)
+@dataclass
 class LineWriter(ResponseWriter):
     """The ResponseWriter of both. `model` is the name that the client sent."""
 

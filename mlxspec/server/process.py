@@ -310,19 +310,14 @@ def tell_who_reaches(listener: socket.socket, config: Config) -> None:
     ip = ip_address(host.partition("%")[0])
     if ip.is_loopback:
         return
-    if ip.is_unspecified:
-        host = _own_address()
+    if ip.is_unspecified:  # this machine's address in the network, or else its name
+        host = socket.gethostname()
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            asked.connect(ELSEWHERE)
+            host = asked.getsockname()[0]
     url = url_of(host, port)
     if config.api_key:
         log.info("other machines reach the server at %s/v1, with the API key", url)
         return
     fix = "set --api-key, or --host 127.0.0.1"
     log.warning("without an API key, every machine that reaches %s can use it; %s", url, fix)
-
-
-def _own_address() -> str:
-    """This machine's address in the network, or else its name."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect(ELSEWHERE)
-        return str(asked.getsockname()[0])
-    return socket.gethostname()

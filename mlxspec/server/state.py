@@ -43,7 +43,7 @@ MAX_NAME = 200  # characters
 Row = Json  # figures of one generation, made by an Observer
 
 
-@dataclass(slots=True)
+@dataclass
 class TextModel:
     """The text side of one served model, whether or not its weights are loaded. `defaults` are its
     sampling settings. Only the text thread uses `history`, and asks `grammars`."""
@@ -65,7 +65,7 @@ class TextModel:
         return self.served.info
 
 
-@dataclass(slots=True)
+@dataclass
 class ServerState:
     """What the endpoints of one server share. `paths` are the model directories by name, `note` a
     remark for /health, such as safe mode. `live` has a function for each running generation that

@@ -30,7 +30,7 @@ class Piece:
     finish: Finish | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Choice:
     """One answer of a request. `index` is the one that the client sees."""
 
@@ -120,7 +120,7 @@ def failure(output: Output) -> ApiError:
     return ApiError(500, f"the engine failed: {output.error}")
 
 
-@dataclass(slots=True)
+@dataclass
 class Usage:
     """The figures of a response: token counts, in `rounds` that sampled. Of `drafted` tokens,
     `kept` are part of the answers; `read` counts the prompt while it is read. `first` and `seconds`

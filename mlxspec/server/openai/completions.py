@@ -35,7 +35,7 @@ DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionWriter(ResponseWriter):
     """The ResponseWriter of the completion endpoints."""
 

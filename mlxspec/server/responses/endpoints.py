@@ -41,7 +41,7 @@ DEFAULTS: Json = {
 }
 
 
-@dataclass(slots=True)
+@dataclass
 class Store:
     """Responses by id, least recently used first, each with the items of the conversation before
     it, and their size."""
@@ -123,7 +123,24 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
     if http.url.path.endswith("/input_tokens"):
         count = await model.server.on_text_thread(prompt_length, model, asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
-    response = _response(model, body)
+    names = {*DEFAULTS, "temperature", "top_p"}
+    # As JSON: an infinite number becomes null.
+    given = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
+    response: Json = {
+        **DEFAULTS,
+        "temperature": model.defaults.temperature,
+        "top_p": model.defaults.top_p,
+        **json.loads(given),
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model.name,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
     by_name = {tool.name: tool for tool in tools.values()} | tools
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
     if body.store:
@@ -165,28 +182,6 @@ def _stored(item: Json) -> Json:
             case {"type": "text"}:  # also where content.py has put it in the place of an image
                 part["type"] = text
     return item
-
-
-def _response(model: TextModel, body: Create) -> Json:
-    """The response before there is an answer: the request's fields, or their defaults. An infinite
-    number in them becomes null."""
-    names = {*DEFAULTS, "temperature", "top_p"}
-    given = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
-    return {
-        **DEFAULTS,
-        "temperature": model.defaults.temperature,
-        "top_p": model.defaults.top_p,
-        **json.loads(given),
-        "id": f"resp_{secrets.token_hex(16)}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model.name,
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "usage": None,
-    }
 
 
 ENDPOINTS: Json = {

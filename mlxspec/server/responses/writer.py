@@ -4,7 +4,7 @@ Rule: the body is the response in the last event of the stream, so both are made
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
@@ -18,7 +18,7 @@ from mlxspec.text.tool_calls import as_object
 NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ItemType:
     """How items of one type are written: the prefix of their ids, the field with the text, the name
     of the text's events. Where `part` is set, the field is a list of one part, with events of its
@@ -56,7 +56,7 @@ TYPES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass
 class ResponsesWriter(ResponseWriter):
     """The ResponseWriter of /v1/responses. `response` has no answer until the end, when `store` is
     called with it."""
@@ -97,7 +97,12 @@ class ResponsesWriter(ResponseWriter):
         if choices[0].finish == "length":
             status, details = "incomplete", {"reason": "max_output_tokens"}
         self._close(status)
-        reasoning = self._reasoning_tokens(choices[0].ids)
+        reasoning, ids = 0, choices[0].ids
+        if any(item["type"] == "reasoning" for item in self._output):
+            if self.tokenizer.has_thinking:
+                # Up to the end of the reasoning, or all if no token ends it.
+                end: int = self.tokenizer.find_think_end(ids)  # type: ignore[no-untyped-call]
+                reasoning = len(ids) if end < 0 else end + len(self.tokenizer.think_end_tokens)
         counts = {
             "input_tokens": usage.prompt,
             # Writing to the cache costs nothing.
@@ -180,16 +185,6 @@ class ResponsesWriter(ResponseWriter):
         self._event("output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         self._item, self._call = {}, None
-
-    def _reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """Tokens up to the end of the reasoning, or all of them if no token ends it."""
-        thought = any(item["type"] == "reasoning" for item in self._output)
-        if not thought or not self.tokenizer.has_thinking:
-            return 0
-        end: int = self.tokenizer.find_think_end(ids)  # type: ignore[no-untyped-call]
-        if end < 0:
-            return len(ids)
-        return end + len(self.tokenizer.think_end_tokens)
 
 
 def new_id(kind: str) -> str:

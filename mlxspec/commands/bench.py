@@ -181,7 +181,9 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
         requests = []
         for task in tasks_of(name)[: max(TASKS, streams)]:
             prompt = prompt_of(task, model.tokenizer)
-            requests.append(Request(task.name, prompt, max_tokens, Sampling(0.0), stop))
+            requests.append(
+                Request(task.name, prompt, max_tokens, sampling=Sampling(0.0), stop_tokens=stop)
+            )
         pairs = measure(engine, speculator, requests, streams)
         found = figures(pairs)
         rows.append([name, *(f"{value:.4g}" for value in found.values())])

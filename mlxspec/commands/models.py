@@ -44,22 +44,21 @@ def local_models(config: Config) -> list[LocalModel]:
         try:
             path = there.get(name) or on_disk(name, config)
         except UnsupportedModel:  # of the settings
-            found.append(LocalModel(name, "model", None, 0, "incomplete"))
+            found.append(LocalModel(name, "model", None, 0, fits="incomplete"))
             continue
         if not path:
             size = known[name].source.bytes if name in known else 0
             found.append(LocalModel(name, "head" if target_of(name) else "model", None, size))
             continue
-        head = find_head(path)
-        size = weight_bytes(path)
+        head, size = find_head(path), weight_bytes(path)
         if head.standalone:
             found.append(LocalModel(name, "head", path, size))
         elif name not in there or has_code(head.config):
-            fits = _fits(config, path, size)
             drafts = ""
             if config.speculate and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            found.append(LocalModel(name, "model", path, size, fits, drafts))
+            fits = _fits(config, path, size)
+            found.append(LocalModel(name, "model", path, size, fits=fits, head=drafts))
     return found
 
 

@@ -250,7 +250,8 @@ def _request(text: str, tokenizer: Tokenizer) -> Request:
     number = int(key, 16)
     sampling = Sampling(0.0 if number % 2 else WARM, seed=number)
     prompt = prompt_of(Task(key, text), tokenizer)
-    return Request(key, prompt, ANSWER, sampling, frozenset(tokenizer.eos_token_ids))
+    stops = frozenset(tokenizer.eos_token_ids)
+    return Request(key, prompt, ANSWER, sampling=sampling, stop_tokens=stops)
 
 
 def _new_trainer(
@@ -290,7 +291,7 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     stops = frozenset(model.tokenizer.eos_token_ids)
     prompts = [tuple(sample.tokens[: sample.first]) for sample in samples]
     requests = [
-        Request(str(n), prompt, COMPARED_TOKENS, Sampling(0.0), stops)
+        Request(str(n), prompt, COMPARED_TOKENS, sampling=Sampling(0.0), stop_tokens=stops)
         for n, prompt in enumerate(prompts)
     ]
     tokens = rounds = 0

@@ -185,9 +185,9 @@ class ModelManager:
                 slot.info,
                 "loaded" if slot.engine else "loading" if slot is next_slot else "unloaded",
                 stats,
-                slot.pinned,
-                slot.loads,
-                slot.error,
+                pinned=slot.pinned,
+                loads=slot.loads,
+                error=slot.error,
             )
         return served
 

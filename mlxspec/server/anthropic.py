@@ -347,8 +347,8 @@ def _asked(body: Prompt) -> ChatRequest:
         chat_messages(body),
         body.functions(deferred=False),
         body.choice,
-        body.functions(deferred=True),
-        {"enable_thinking": THINKING.get(body.thinking.type)},
+        deferred=body.functions(deferred=True),
+        options={"enable_thinking": THINKING.get(body.thinking.type)},
         continued=body.messages[-1].open,
         budget=body.thinking.budget_tokens,
     )

@@ -82,9 +82,14 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     for index in range(body.n):
         reader = Detokenizer(tokenizer, body.stop, request.stop_tokens, chat.continued)
         parser = OutputParser(
-            tokenizer, tools, bool(prompt.thinking), grammar is not None, chat.continued
+            tokenizer,
+            tools,
+            thinking=bool(prompt.thinking),
+            constrained=grammar is not None,
+            continued=chat.continued,
         )
-        choices.append(Choice(index, request, reader, parser, not body.parallel_tool_calls))
+        single = not body.parallel_tool_calls
+        choices.append(Choice(index, request, reader, parser=parser, single=single))
     remember_all = partial(_remember, model, talk, prompt, choices)
     return Prepared([request], choices, grammar, partial(model.server.later, remember_all))
 

@@ -25,7 +25,7 @@ def dialect(tokenizer: Any, chat: bool = True, **body: Any) -> CompletionWriter:
     said = {"messages": [1]} if chat else {"prompt": "a", "n": 2}
     request = (Chat if chat else Completion).model_validate(said | body)
     model: Any = SimpleNamespace(name="m", tokenizer=tokenizer)
-    return CompletionWriter(model, request, chat, "x", 1)
+    return CompletionWriter(model, request, "x", chat, 1)
 
 
 ASKED = Request("a", (1, 2, 3), 50)

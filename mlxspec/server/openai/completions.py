@@ -41,8 +41,8 @@ class CompletionWriter(ResponseWriter):
 
     model: TextModel
     request: Chat | Completion
-    chat: bool  # not a text completion
     id: str
+    chat: bool  # not a text completion
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
     legacy: bool = False  # calls are written as `function_call`
 
@@ -196,14 +196,14 @@ async def chat(http: HttpRequest, body: Chat, model: TextModel) -> Generation:
         options=body.options,
         budget=body.reasoning.max_tokens,
     )
-    writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
-    writer.legacy = bool(body.functions)
+    id, legacy = f"chatcmpl-{secrets.token_hex(12)}", bool(body.functions)
+    writer = CompletionWriter(model, body, id, chat=True, legacy=legacy)
     return await respond(model, body, writer, prepare_chat, asked)
 
 
 async def completions(http: HttpRequest, body: Completion, model: TextModel) -> Generation:
     mistral = type(body) is Fill  # whose answers have the form of a chat
-    writer = CompletionWriter(model, body, mistral, f"cmpl-{secrets.token_hex(12)}")
+    writer = CompletionWriter(model, body, f"cmpl-{secrets.token_hex(12)}", chat=mistral)
     return await respond(model, body, writer, prepare_completion)
 
 

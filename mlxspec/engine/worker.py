@@ -10,7 +10,6 @@ import atexit
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -83,7 +82,7 @@ class Worker:
         # Those of running choices, by request and index; on the loop's thread.
         self._mailboxes: dict[tuple[str, int], Mailbox] = {}
         self._commands: dict[LoadCommand, asyncio.Future[None]] = {}  # likewise
-        self._started: Future[None] = Future()
+        self._started = threading.Event()  # or failed to
         self._error: BaseException | None = None
         self.models: Mapping[str, Served] = {}  # by name, the default first
         self._busy = False
@@ -99,7 +98,9 @@ class Worker:
         self._thread.start()
         atexit.register(self.stop)  # the interpreter must not end while a thread uses MLX
         meanwhile()
-        self._started.result()
+        self._started.wait()
+        if self._error:
+            raise self._error
         return self.info
 
     @property
@@ -251,11 +252,10 @@ class Worker:
             return
         self._error = error
         reason = line_of(error)
-        try:
-            self._started.set_exception(error)
-        except InvalidStateError:  # it had started
+        if self._started.is_set():
             trace = None if isinstance(error, RankLost) else error
             log.critical("the engine thread died: %s", reason, exc_info=trace)
+        self._started.set()
         self._call_loop(lambda: self._end_all("error", reason))
 
     # ---- engine thread
@@ -265,7 +265,7 @@ class Worker:
         try:
             manager.launch()
             self._publish([])
-            self._started.set_result(None)
+            self._started.set()
             while self._turn(manager):
                 pass
         except BaseException as failure:

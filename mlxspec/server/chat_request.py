@@ -76,7 +76,21 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     talk, prompt = render_prompt(model, chat)
     request = engine_request(model, body, id, prompt.ids, chat.source)
     grammar = _grammar(model, body, chat, talk, prompt)
-    request = replace(request, grammar=_limited(model, chat, prompt, grammar))
+    # No more reasoning than the server's setting, the request and its word of effort all allow.
+    budgets = [model.server.config.thinking_budget, chat.budget]
+    if not template_reads(tokenizer, "reasoning_effort"):
+        budgets.append(EFFORT_TOKENS.get(str(chat.options.get("reasoning_effort"))))
+    limits = [each for each in budgets if each is not None]
+
+    def matcher() -> Any:
+        """Of each choice, once the grammar is compiled."""
+        inner = grammar and grammar.result()()
+        if limits and tokenizer.has_thinking:
+            return ThinkingBudget(tokenizer, min(limits), prompt.thinking, inner)
+        return inner
+
+    if grammar or (limits and tokenizer.has_thinking):
+        request = replace(request, grammar=matcher)
     tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     choices = []
     for index in range(body.n):
@@ -206,22 +220,6 @@ def _grammar(
             rules.append(grammars.calls(talk.tools, name, single, form.field))
         text = grammars.rules(rules)
     return grammars.compile(text, prompt.thinking, form.field)
-
-
-def _limited(
-    model: TextModel, chat: ChatRequest, prompt: RenderedPrompt, grammar: Future[Make] | None
-) -> Make | None:
-    """What makes the answers' matchers: by the grammar, once it is compiled, and with no more
-    reasoning than the server's setting, the request and its word of effort all allow."""
-    tokenizer, effort = model.tokenizer, str(chat.options.get("reasoning_effort"))
-    budgets = [model.server.config.thinking_budget, chat.budget]
-    if not template_reads(tokenizer, "reasoning_effort"):
-        budgets.append(EFFORT_TOKENS.get(effort))
-    limits = [each for each in budgets if each is not None]
-    if not (limits and tokenizer.has_thinking):
-        return (lambda: grammar.result()()) if grammar else None
-    most, thinking = min(limits), prompt.thinking
-    return lambda: ThinkingBudget(tokenizer, most, thinking, grammar and grammar.result()())
 
 
 def check_ids(model: TextModel, ids: Iterable[int], source: str) -> None:

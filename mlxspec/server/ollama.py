@@ -239,7 +239,12 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
         return await respond(model, body, writer, prepare_completion)
     if not body.messages:
         keep = str((body.model_extra or {}).get("keep_alive"))
-        return JSONResponse(writer.line(Piece()) | await _load(model, keep))
+        does = "unload" if keep in ("0", "0s", "0m") else "load"
+        if does == "unload":
+            await model.server.unload(model.name)
+        else:  # to stay where it is negative
+            await model.server.worker.load(model.name, keep.startswith("-") or None)
+        return JSONResponse(writer.line(Piece()) | {"done": True, "done_reason": does})
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
     last = body.messages[-1]
@@ -251,15 +256,6 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
         continued=last.get("role") == "assistant" and not (last.get("tool_calls") or body.format),
     )
     return await respond(model, body, writer, prepare_chat, asked)
-
-
-async def _load(model: TextModel, keep: str) -> Json:
-    """Unload the model where `keep` is 0, else load it, to stay where `keep` is negative. Raises
-    ApiError."""
-    server, unloads = model.server, keep in ("0", "0s", "0m")
-    pin = keep.startswith("-") or None
-    await (server.unload(model.name) if unloads else server.worker.load(model.name, pin))
-    return {"done": True, "done_reason": "unload" if unloads else "load"}
 
 
 async def refuse(http: HttpRequest) -> Response:

@@ -57,7 +57,15 @@ class Choice:
         if output.finish is not None:
             text += reader.finish()
         self.finish = "stop" if reader.stopped is not None else output.finish
-        parts = self._parse(text)
+        parts = [Part("content", text)] if text else []
+        if self.parser:
+            parts = self.parser.feed(text)
+            if self.finish is not None:
+                parts += self.parser.finish(cut=self.finish == "length")
+        ends = [n for n, part in enumerate(parts, 1) if part.ends]
+        if self.single and ends:
+            del parts[ends[0] :], self.calls[1:]
+            self.finish = "stop"
         starts, reader.released = reader.released, []
         self._logprobs += output.logprobs
         logprobs = self._logprobs[: len(starts)]
@@ -66,20 +74,6 @@ class Choice:
         self.whole.logprobs += logprobs
         self.whole.starts += starts
         return Piece(parts, logprobs, starts, self.finish)
-
-    def _parse(self, text: str) -> list[Part]:
-        if self.parser is None:
-            return [Part("content", text)] if text else []
-        parts = self.parser.feed(text)
-        if self.finish is not None:
-            parts += self.parser.finish(cut=self.finish == "length")
-        if self.single:
-            for i, part in enumerate(parts):
-                if part.ends:
-                    del parts[i + 1 :], self.calls[1:]
-                    self.finish = "stop"
-                    break
-        return parts
 
     @property
     def calls(self) -> list[Call]:

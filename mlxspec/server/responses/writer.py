@@ -22,15 +22,18 @@ NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 class ItemType:
     """How items of one type are written: the prefix of their ids, the field with the text, the name
     of the text's events. Where `part` is set, the field is a list of one part, with events of its
-    own, and the part's `text_key` has the text."""
+    own, and the part's `text` has the text."""
 
     prefix: str
     key: str
     text_event: str
-    text_key: str
     part_event: str = ""
     part: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)  # fields of the text's events
+
+    @property
+    def text_key(self) -> str:
+        return "text" if self.part else self.key
 
 
 TYPES = {
@@ -38,21 +41,19 @@ TYPES = {
         "msg",
         "content",
         "output_text",
-        "text",
-        "content_part",
-        {"type": "output_text", "annotations": [], "logprobs": []},
-        {"logprobs": []},
+        part_event="content_part",
+        part={"type": "output_text", "annotations": [], "logprobs": []},
+        extra={"logprobs": []},
     ),
     "reasoning": ItemType(  # as a summary, the form that clients show and send back
         "rs",
         "summary",
         "reasoning_summary_text",
-        "text",
-        "reasoning_summary_part",
-        {"type": "summary_text"},
+        part_event="reasoning_summary_part",
+        part={"type": "summary_text"},
     ),
-    "function_call": ItemType("fc", "arguments", "function_call_arguments", "arguments"),
-    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input", "input"),
+    "function_call": ItemType("fc", "arguments", "function_call_arguments"),
+    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input"),
 }
 
 

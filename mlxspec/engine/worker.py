@@ -126,15 +126,11 @@ class Worker:
     def stop(self, seconds: float = STOP_S) -> bool:
         """End the thread after its current step, waiting for at most `seconds`; whether it has
         ended. May be called twice."""
-        self._stop_soon()
+        self._stopping = True
+        self.abort("")  # wakes the thread, whose last act is to answer all requests
         if self._thread.is_alive():
             self._thread.join(seconds)
         return not self._thread.is_alive()
-
-    def _stop_soon(self) -> None:
-        """Let the thread end; its last act is to answer all requests."""
-        self._stopping = True
-        self.abort("")  # wakes the thread
 
     # ---- event loop
 
@@ -240,7 +236,7 @@ class Worker:
             self._deliver(outputs)
         except Exception as error:  # a client would wait for the lost outputs for ever
             self._die(error)
-            self._stop_soon()
+            self.stop(0.0)
 
     def lose(self, reason: str) -> None:
         """Another rank is gone and the engine's thread may wait for it for ever; for any thread."""

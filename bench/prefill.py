@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[500, 6000])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    config = Config(model=args.model, speculate="off", cache_gb=0.0)
+    config = Config(model=args.model, speculate=False, cache_gb=0.0)
     engine, _ = resolve_model(config).load()
     own = engine.scheduler.prefill_budget
     # The first long prompt shows what rows and attention cost.

@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=33)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    config = Config(speculate="off", cache_gb=0, context=2048, model=args.model)
+    config = Config(speculate=False, cache_gb=0, context=2048, model=args.model)
     with TemporaryDirectory() as folder:
         path = resolve_model(config).path if args.model else made_up(Path(folder))
         measure(path, config, join(1), args.tokens, args.rounds)

@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from mlxspec.types import UNLIMITED, UserError
+from mlxspec.types import UserError
 
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
@@ -52,8 +52,11 @@ def option(
     kind: str = "",
     secret: bool = False,
 ) -> Any:
-    """One row of the table. `low` and `high` bound a number, inclusively; `kind` says what a value
-    is, its unit for example, where choices and type do not; a `secret` value is never printed."""
+    """One row of the table. `low` and `high` bound a number, inclusively; of a bool `choices` are
+    the words for True and False; `kind` says what a value is, its unit for example, where choices
+    and type do not; a `secret` value is never printed."""
+    if isinstance(default, bool):
+        choices = choices or ON_OFF
     return field(
         default=default,
         repr=not secret,
@@ -127,11 +130,10 @@ class Config:
         65_536,
         kind="GiB",
     )
-    wired: str = option(
-        "off",
+    wired: bool = option(
+        False,
         "Wire the first model's weights and caches, so that macOS never pages them out; macOS may"
         " panic under it.",
-        choices=ON_OFF,
     )
     kv_bits: int = option(
         0,
@@ -154,21 +156,19 @@ class Config:
         low=1,
         kind="ms",
     )
-    strict_model_names: str = option(
-        "off",
+    strict_model_names: bool = option(
+        False,
         "Refuse the model names claude-*, gpt-* and text-embedding-*; off: the first model answers"
         " for them.",
-        choices=ON_OFF,
     )
-    strict_content: str = option(
-        "off",
+    strict_content: bool = option(
+        False,
         "Refuse images and files; off: text files are read, other content becomes a line that says"
         " that it was left out.",
-        choices=ON_OFF,
     )
-    speculate: str = option("on", "Speculative decoding, where it pays.", choices=ON_OFF)
-    kernels: str = option(
-        "auto",
+    speculate: bool = option(True, "Speculative decoding, where it pays.")
+    kernels: bool = option(
+        True,
         "Own Metal kernels; auto: each one that is correct and faster on this machine.",
         choices=("auto", "off"),
     )
@@ -185,10 +185,11 @@ class Config:
         8,
         kind="tokens",
     )
-    thinking_budget: int = option(
-        UNLIMITED,
-        "Maximum reasoning tokens before the end marker is forced. A request may ask for fewer.",
-        UNLIMITED,
+    thinking_budget: int | None = option(
+        None,
+        "Maximum reasoning tokens before the end marker is forced; empty: no limit. A request may"
+        " ask for fewer.",
+        2**24,
         kind="tokens",
     )
     max_body_mb: int = option(32, "Largest request body, in MiB.", 1024, low=1, kind="MiB")
@@ -210,11 +211,10 @@ class Config:
     cache_gb: float = option(
         10.0, "Disk space for the prefix cache in GiB; 0: it is in memory only.", 2**20, kind="GiB"
     )
-    record: str = option(
-        "off",
+    record: bool = option(
+        False,
         "Keep the token ids of finished answers in the cache directory, for `mlxspec train` to"
         " learn from.",
-        choices=ON_OFF,
     )
     log_level: str = option(
         "info", "Log level.", choices=("debug", "info", "warning", "error"), kind="level"
@@ -271,9 +271,9 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
         value = getattr(config, name)
         if row.metadata["secret"] or value == getattr(base, name):
             continue
-        parts = value if isinstance(value, tuple) else [str(value)]
+        parts = value if isinstance(value, tuple) else [value]
         if name not in ARGUMENTS:
-            parts = [flag(name), ",".join(parts)]
+            parts = [flag(name), written(row, value)]
         elif name == "others" and not config.model:  # the first word would be the model
             parts = [BUILT_IN, *parts]
         words += parts
@@ -286,12 +286,16 @@ def kind_of(row: Field[Any]) -> str:
     return meta["kind"] or "|".join(map(str, meta["choices"])) or type(row.default).__name__
 
 
-def default_of(row: Field[Any]) -> str:
-    """The default as a user would write it; empty where nothing is set."""
-    value = row.default
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def written(row: Field[Any], value: Any) -> str:
+    """A value of the setting as a user would write it; empty where nothing is set."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return str(row.metadata["choices"][not value])
+        case tuple():
+            return ",".join(value)
+    return str(value).removesuffix(".0")
 
 
 def limits(row: Field[Any]) -> str:
@@ -299,9 +303,7 @@ def limits(row: Field[Any]) -> str:
     meta = row.metadata
     if meta["choices"]:
         return "one of " + ", ".join(map(str, meta["choices"]))
-    if isinstance(row.default, int | float):
-        return f"{meta['low']} to {meta['high']}"
-    return ""
+    return f"{meta['low']} to {meta['high']}" if meta["high"] else ""
 
 
 def data_dir(name: str) -> Path:
@@ -332,19 +334,23 @@ def _checked(name: str, value: Any, source: str) -> Any:
             f"{source}: there is no setting {name!r}; docs/configuration.md lists them all"
         )
     row = TABLE[name]
-    kind: Any = type(row.default)
-    choices = row.metadata["choices"]
+    kind: Any = int if row.default is None else type(row.default)
+    choices, text = row.metadata["choices"], str(value)
     if kind is tuple:
-        parts = value if isinstance(value, list) else str(value).split(",")
+        parts = value if isinstance(value, list) else text.split(",")
         return tuple(filter(None, [str(part).strip() for part in parts]))
     if name == "host":  # empty where a shell's variable is not set
-        return check_host(str(value) or DEFAULTS.host, source)
+        return check_host(text or DEFAULTS.host, source)
     if not limits(row):
-        return str(value)
+        return text
+    if row.default is None and not text:
+        return None
     with suppress(ValueError):
-        found = kind(str(value))  # "True" is no number
-        if found in choices:
-            return found
-        if not choices and row.metadata["low"] <= found <= row.metadata["high"]:  # nor is nan
-            return found
+        if kind is bool:
+            return not choices.index(text)
+        number = kind(text)  # "True" is none
+        if number in choices:
+            return number
+        if not choices and row.metadata["low"] <= number <= row.metadata["high"]:  # nor is nan
+            return number
     raise ConfigError(f"{source}: {name} = {value!r} is not allowed; give {limits(row)}")

@@ -96,7 +96,18 @@ class Metrics:
         for name, text in PROCESS.items():
             value = max((getattr(one.stats, name) for one in served.values()), default=0)
             yield GaugeMetricFamily(f"mlxspec_{name}", text, value=value)
-        yield _depths(served)
+        depths = HistogramMetricFamily(
+            "mlxspec_draft_depth", "Tokens drafted per round; 0 where none were.", labels=MODEL
+        )
+        for model, one in served.items():
+            reached = Counter[int]()  # rounds whose drafts have a token at this position
+            for _, position, tried, _ in one.stats.drafts:
+                reached[position] += tried
+            rounds = one.stats.rounds
+            buckets = [(str(float(most)), rounds - reached[most + 1]) for most in DEPTHS]
+            buckets.append(("+Inf", rounds))
+            depths.add_metric((model,), buckets, reached.total())
+        yield depths
 
     def _samples(self, served: Mapping[str, Served]) -> Iterator[tuple[str, Any, dict[str, str]]]:
         """(name, value, labels) of COUNTERS and GAUGES, among others."""
@@ -119,19 +130,3 @@ class Metrics:
     def render(self) -> bytes:
         """The page, in the text format of Prometheus."""
         return generate_latest(self.registry)
-
-
-def _depths(served: Mapping[str, Served]) -> Metric:
-    """Rounds by the number of tokens drafted for them."""
-    family = HistogramMetricFamily(
-        "mlxspec_draft_depth", "Tokens drafted per round; 0 where none were.", labels=MODEL
-    )
-    for model, one in served.items():
-        reached = Counter[int]()  # rounds whose drafts have a token at this position
-        for _, position, tried, _ in one.stats.drafts:
-            reached[position] += tried
-        rounds = one.stats.rounds
-        buckets = [(str(float(most)), rounds - reached[most + 1]) for most in DEPTHS]
-        buckets.append(("+Inf", rounds))
-        family.add_metric((model,), buckets, reached.total())
-    return family

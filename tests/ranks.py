@@ -188,7 +188,7 @@ def overlap(ranks: Ranks, kind: str, layout: str, sequences: int, n: int) -> dic
 
 def load_and_fail(ranks: Ranks, path: str, cache: str, how: str) -> str:
     """All ranks load a model, which fails on one of them: what rank 0 raises then."""
-    chosen = ResolvedModel("m", Path(path), None, Config(cache_dir=cache, speculate="off"))
+    chosen = ResolvedModel("m", Path(path), None, Config(cache_dir=cache, speculate=False))
     models = {"m": chosen}
     if ranks.rank == 0:
         ranks.send({"call": ["load_and_fail", [path, cache, how]]})

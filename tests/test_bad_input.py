@@ -27,12 +27,10 @@ from mlxspec.config import ConfigError, load
 from mlxspec.kernels.verify import VerdictFile
 from mlxspec.load.warmup import WarmupCache
 from mlxspec.model.layout import CacheBytes, LayoutChoice
-from mlxspec.server import app
-from mlxspec.server.anthropic import schema as anthropic_schema
+from mlxspec.server import anthropic, app, ollama
 from mlxspec.server.body import MAX_ITEMS, MAX_OBJECTS, MAX_VALUES, Strict, parse
 from mlxspec.server.embeddings import _pooling
 from mlxspec.server.errors import ApiError
-from mlxspec.server.ollama import schema as ollama_schema
 from mlxspec.server.openai import schema as openai_schema
 from mlxspec.server.responses import schema as responses_schema
 from mlxspec.service import crashes, status
@@ -58,14 +56,14 @@ KINDS: dict[type[Strict], dict[str, Any]] = {
     app.Tokenize: {"prompt": "a"},
     app.Detokenize: {},
     app.Load: {"model": "a"},
-    anthropic_schema.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    anthropic_schema.Prompt: {"messages": [{"role": "user", "content": "a"}]},
+    anthropic.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    anthropic.Prompt: {"messages": [{"role": "user", "content": "a"}]},
     responses_schema.Create: {"input": "a"},
     openai_schema.Fill: {"prompt": "a"},
     openai_schema.Infill: {},
     openai_schema.Embeddings: {"input": "a"},
-    ollama_schema.Chat: {},
-    ollama_schema.Generate: {},
+    ollama.Chat: {},
+    ollama.Generate: {},
 }
 DEEP = 100_000
 VALUES = {  # JSON texts, as they stand in a body or a file

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag
+from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag, written
 from mlxspec.config import load as load_settings
 
 
@@ -96,12 +96,14 @@ def test_empty_variable_is_unset(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_takes_its_default_from_file_variable_and_flag(name: str, tmp_path: Path) -> None:
     value = getattr(Config(), name)
-    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    text = written(TABLE[name], value)
     toml = (
         repr(list(value))
         if isinstance(value, tuple)
         else f'"{value}"'
         if isinstance(value, str)
+        else f'"{text}"'
+        if value is None or isinstance(value, bool)
         else text
     )
     nothing = file(tmp_path, "")
@@ -223,6 +225,6 @@ def test_every_row_is_complete() -> None:
     assert [f.name for f in fields(Config)] == list(TABLE)
     for name, row in TABLE.items():
         assert row.metadata["help"].endswith("."), name
-        if isinstance(row.default, int | float):
+        if isinstance(row.default, int | float) and not isinstance(row.default, bool):
             assert row.metadata["low"] <= row.default <= row.metadata["high"] < float("inf"), name
     assert flag("model") == "MODEL" and flag("max_queue") == "--max-queue"

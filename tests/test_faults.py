@@ -159,12 +159,12 @@ async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, i
     talks = {
         (CHAT, 2): Connection(app, CHAT, BODIES[CHAT] | {"response_format": FORMAT, "stream": True})
     }
-    await until(lambda: worker._streams)  # a grammar is among those that run
+    await until(lambda: worker._mailboxes)  # a grammar is among those that run
     for bodies in (BODIES, MORE):  # an embedding is not among the first four: it would be answered
         for n, stream in enumerate((True, False)):
             for url, body in bodies.items():
                 talks[url, n] = Connection(app, url, body | {"stream": stream})
-        await until(lambda: len(worker._streams) == len(talks))
+        await until(lambda: len(worker._mailboxes) == len(talks))
     gate.set()
     await until(
         lambda: tiny.stats(worker).running == 4 and tiny.stats(worker).waiting == len(talks) - 4
@@ -204,7 +204,7 @@ def test_whoever_waits_is_told(
     with served(path, tmp_path) as (app, worker):
         asyncio.run(main())
         worker._thread.join(20)
-        assert not worker._thread.is_alive() and not worker.alive() and not worker._streams
+        assert not worker._thread.is_alive() and not worker.alive() and not worker._mailboxes
     assert "the engine thread die" in caplog.text
 
 
@@ -240,7 +240,7 @@ def test_no_memory_for_a_step_ends_it(
 
 async def ended(worker: Worker) -> bool:
     await until(lambda: not worker._thread.is_alive())
-    return not worker.alive() and not worker._streams
+    return not worker.alive() and not worker._mailboxes
 
 
 @pytest.mark.parametrize("verb", ["begin", "options", "draft", "observe", "end"])
@@ -346,7 +346,7 @@ def test_a_signal_ends_it_in_time(
 
     since, drain = list[float](), 20.0 if patient else 0.2
     both: dict[str, Any] = dict(others=(f"two={path}",)) if when in ("load", "swap") else {}
-    with served(path, tmp_path, speculate="off", prefill_budget=8, drain_s=drain, **both) as (
+    with served(path, tmp_path, speculate=False, prefill_budget=8, drain_s=drain, **both) as (
         app,
         worker,
     ):

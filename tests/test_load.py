@@ -106,7 +106,7 @@ def at_rest(s: Served) -> None:
     written = state._text.submit(int)  # behind all that is to be kept of answers
     assert soon(
         lambda: (
-            not (s.worker._streams or s.worker._busy or state.live or s.server.server_state.tasks)
+            not (s.worker._mailboxes or s.worker._busy or state.live or s.server.server_state.tasks)
             and not state.text_jobs
             and written.done()
             and s.worker._inbox.empty()
@@ -391,16 +391,16 @@ def test_a_slow_reader_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         async def others() -> None:
             client, end = Client(s.port), time.monotonic() + 20
-            while s.worker._streams and time.monotonic() < end:
+            while s.worker._mailboxes and time.monotonic() < end:
                 await client.send(request(PATHS["chat"], body_of("chat", 3, 5, 1, False)))
                 reply = await client.reply()
                 assert reply and reply.status == 200
                 held.append(its.transport.get_write_buffer_size())
-                queues.extend(each._queue.qsize() for each in list(s.worker._streams.values()))
+                queues.extend(each.unread.qsize() for each in list(s.worker._mailboxes.values()))
             client.leave()
 
         asyncio.run(others())
-        assert not s.worker._streams, "its blocks are kept as long as its connection"
+        assert not s.worker._mailboxes, "its blocks are kept as long as its connection"
         assert 0 < max(queues) <= 100 + 4 and max(held) < 1 << 18
         slow.close()
         at_rest(s)

@@ -43,7 +43,7 @@ def write(path: Path, seed: int, **tokenizer: Any) -> Path:
 
 @contextmanager
 def served(path: Path) -> Iterator[Any]:
-    app = process._load(Config(model=str(path), port=0, kv_blocks=64, speculate="off"))
+    app = process._load(Config(model=str(path), port=0, kv_blocks=64, speculate=False))
     try:
         yield app
     finally:

@@ -27,7 +27,7 @@ def first_token(e: Engine, name: str, prompt: list[int]) -> tuple[float, list[in
 @pytest.mark.slow
 def test_a_restart_at_4k_tokens(smollm2: Path, tmp_path: Path) -> None:
     """At most a tenth of reading the prompt again, and the same answer."""
-    config = Config(cache_dir=str(tmp_path), cache_gb=4, speculate="off")
+    config = Config(cache_dir=str(tmp_path), cache_gb=4, speculate=False)
     prompt = [100 + i * i % 9973 for i in range(TOKENS)]
     e, _ = load_engine(smollm2, "smollm2", config)
     computed, told, cached = first_token(e, "first", prompt)

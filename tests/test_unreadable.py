@@ -144,7 +144,7 @@ MENDS = re.compile(
 def test_it_is_refused_in_one_line(copy: Path, what: str, bare_settings: None) -> None:
     BROKEN[what](copy)
     with pytest.raises(UserError, match=MENDS) as caught:
-        process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))
+        process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate=False))
     said = str(caught.value)
     assert str(copy) in said and "\n" not in said and len(said) < 800
 
@@ -192,7 +192,7 @@ def test_the_others_go_on(whole: Path, copy: Path, what: str, bare_settings: Non
     """As the second model of a server, which finds out when it is asked for."""
     BROKEN[what](copy)
     both = Config(
-        model=f"good={whole}", others=(f"bad={copy}",), port=0, kv_blocks=32, speculate="off"
+        model=f"good={whole}", others=(f"bad={copy}",), port=0, kv_blocks=32, speculate=False
     )
     app = process._load(both)
     worker = app.state.server.worker
@@ -218,7 +218,7 @@ def test_the_others_go_on(whole: Path, copy: Path, what: str, bare_settings: Non
 def test_a_template_that_does_not_parse_is_told(copy: Path, bare_settings: None) -> None:
     """Plain completions need none."""
     (copy / "chat_template.jinja").write_text("{% for %}")
-    app = process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))
+    app = process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate=False))
     worker = app.state.server.worker
 
     async def main() -> None:

@@ -46,7 +46,7 @@ def live(root: Path, kind: str, seed: int) -> None:
 
     os.replace = slowly
     config = Config(
-        speculate="off",
+        speculate=False,
         cache_dir=str(root),
         cache_gb=2**-10,
         block_size=BLOCK,

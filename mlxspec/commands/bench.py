@@ -86,7 +86,7 @@ WORKLOADS = ("edits", *PROMPTS)
 TASKS = 8  # of each workload, or as many as run at the same time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """One user message. `opening` starts the answer: or a small model talks before the code."""
 
@@ -172,7 +172,7 @@ def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
     """Measure and print. Returns the exit status: 1 if an answer differs. Raises UserError."""
-    config = replace(config, speculate="on", max_sequences=streams, cache_gb=0.0, others=())
+    config = replace(config, speculate=True, max_sequences=streams, cache_gb=0.0, others=())
     model = resolve_model(config)
     engine, info = model.load()
     speculator, stop = engine.proposer, frozenset(model.tokenizer.eos_token_ids)
@@ -181,7 +181,9 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
         requests = []
         for task in tasks_of(name)[: max(TASKS, streams)]:
             prompt = prompt_of(task, model.tokenizer)
-            requests.append(Request(task.name, prompt, max_tokens, Sampling(0.0), stop))
+            requests.append(
+                Request(task.name, prompt, max_tokens, sampling=Sampling(0.0), stop_tokens=stop)
+            )
         pairs = measure(engine, speculator, requests, streams)
         found = figures(pairs)
         rows.append([name, *(f"{value:.4g}" for value in found.values())])

@@ -17,7 +17,7 @@ from mlxspec.model.hub import STORED, cache_of, prompts_of
 ANSWERS = f"answers/{STORED}*.jsonl"
 
 
-@dataclass(slots=True)
+@dataclass
 class ModelUsage:
     """What is cached of one model, by the labels of its files, which are not verified. `blocks`
     counts recurrent states too; `used` is unix time."""

@@ -22,7 +22,7 @@ from mlxspec.service.status import get_status
 from mlxspec.types import UserError, printable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Check:
     """One line of the report; the text of a broken one ends with the fix."""
 
@@ -137,7 +137,7 @@ def _kernels(config: Config) -> Iterator[Check]:
     from mlxspec.load.loader import KERNELS_DIR
     from mlxspec.model.hub import cache_of
 
-    if config.kernels == "off":
+    if not config.kernels:
         yield Check("kernels", "off by your settings")
         return
     known = VerdictFile(cache_of(config) / KERNELS_DIR).load()

@@ -19,7 +19,7 @@ TOOLS_FILE = "tools.json"  # in the cache directory
 MAX_KNOWN = 200  # versions of tokenizers' files in it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalModel:
     """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
     it is not downloaded, and `bytes` is the size of the download. `fits`: whether it can be loaded
@@ -49,23 +49,22 @@ def local_models(config: Config) -> list[LocalModel]:
         try:
             path = there.get(name) or on_disk(name, config)
         except UnsupportedModel:  # of the settings
-            found.append(LocalModel(name, "model", None, 0, "incomplete"))
+            found.append(LocalModel(name, "model", None, 0, fits="incomplete"))
             continue
         if not path:
             size = known[name].source.bytes if name in known else 0
             found.append(LocalModel(name, "head" if target_of(name) else "model", None, size))
             continue
-        head = find_head(path)
-        size = weight_bytes(path)
+        head, size = find_head(path), weight_bytes(path)
         if head.standalone:
             found.append(LocalModel(name, "head", path, size))
         elif name not in there or has_code(head.config):
             fits, tools, drafts = _fits(config, path, size), "", ""
             if fits != "incomplete":
                 tools = _known_tools(path, cache_of(config) / TOOLS_FILE)
-            if config.speculate == "on" and config.draft != NONE:
+            if config.speculate and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            found.append(LocalModel(name, "model", path, size, fits, tools, drafts))
+            found.append(LocalModel(name, "model", path, size, fits=fits, tools=tools, head=drafts))
     return found
 
 

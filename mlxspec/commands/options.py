@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from mlxspec.config import ARGUMENTS, TABLE, default_of, flag, kind_of, limits, load, url_of
+from mlxspec.config import ARGUMENTS, TABLE, flag, kind_of, limits, load, url_of, written
 from mlxspec.service.launchd import installed_url
 from mlxspec.types import printable
 
@@ -121,7 +121,7 @@ def _parameter(setting: str) -> inspect.Parameter:
     choices = list(map(str, row.metadata["choices"]))
     if values and "|" not in kind:
         text += f" Values: {values}."
-    if default := default_of(row):
+    if default := written(row, row.default):
         text += f" Default: {default}."
     value: Any = str
     info: Any = typer.Option(

@@ -72,7 +72,7 @@ MEASURED = 32  # held-out windows
 COMPARED, COMPARED_TOKENS = 8, 96  # held-out prompts at the end, most tokens of each answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
     """What was asked for. `data`: a directory of texts; `tokens`: of all that is learned from;
     `vocabulary`: how many tokens the head can draft; None: as many as the one that is there."""
@@ -83,7 +83,7 @@ class Options:
     vocabulary: int | None
 
 
-@dataclass(slots=True)
+@dataclass
 class Server:
     """The server that is not to be disturbed, if one runs."""
 
@@ -109,7 +109,7 @@ def train(config: Config, options: Options, server: Server) -> int:
     """Make a head and put it in its place. Returns the exit status. Raises UserError, OSError."""
     settings = replace(config, context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0, others=())
     model = resolve_model(settings)
-    model = replace(model, config=replace(model.config, speculate="off"))
+    model = replace(model, config=replace(model.config, speculate=False))
     cache, name = cache_of(config), storage_name(model.name, model.path)
     learned = learned_head(Resolved(model.path, model.name), cache)
     if learned and learned.is_relative_to(cache):
@@ -138,7 +138,7 @@ def train(config: Config, options: Options, server: Server) -> int:
     if after <= before:
         print("the head is discarded: no improvement over current drafting")
         return 1
-    if config.draft or config.speculate == "off":
+    if config.draft or not config.speculate:
         print(f"your settings do not use it; give --draft {made.with_name(name)}")
     else:
         print(f"serve uses it when it loads {model.name} again; --draft off disables it")
@@ -250,7 +250,8 @@ def _request(text: str, tokenizer: Tokenizer) -> Request:
     number = int(key, 16)
     sampling = Sampling(0.0 if number % 2 else WARM, seed=number)
     prompt = prompt_of(Task(key, text), tokenizer)
-    return Request(key, prompt, ANSWER, sampling, frozenset(tokenizer.eos_token_ids))
+    stops = frozenset(tokenizer.eos_token_ids)
+    return Request(key, prompt, ANSWER, sampling=sampling, stop_tokens=stops)
 
 
 def _new_trainer(
@@ -282,7 +283,7 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     """Of greedy answers to the prompts of samples, with what drafts by these settings."""
     release_memory()
     config = replace(
-        config, speculate="on", cache_gb=0.0, context=CONTEXT, max_sequences=1, others=()
+        config, speculate=True, cache_gb=0.0, context=CONTEXT, max_sequences=1, others=()
     )
     model = resolve_model(config)
     wait()  # what drafting costs is measured at the load
@@ -290,7 +291,7 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     stops = frozenset(model.tokenizer.eos_token_ids)
     prompts = [tuple(sample.tokens[: sample.first]) for sample in samples]
     requests = [
-        Request(str(n), prompt, COMPARED_TOKENS, Sampling(0.0), stops)
+        Request(str(n), prompt, COMPARED_TOKENS, sampling=Sampling(0.0), stop_tokens=stops)
         for n, prompt in enumerate(prompts)
     ]
     tokens = rounds = 0

@@ -24,7 +24,6 @@ from mlxspec.types import (
     ModelInfo,
     OutOfMemory,
     Output,
-    Outputs,
     RankLost,
     Request,
     Served,
@@ -42,19 +41,25 @@ RETRY_S = 10.0  # after a failed load; until then requests are answered with its
 Start = Callable[[], tuple[Engine, ModelInfo]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadCommand:
-    """Load a model, and pin or unpin it unless `pin` is None; or unload it. Answered by one output,
-    with finish "stop" or "error"."""
+    """Load a model, and pin or unpin it unless `pin` is None; or unload it."""
 
-    id: str
     model: str
     load: bool
     pin: bool | None = None
-    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command was carried out, or failed because of `error`."""
+
+    command: LoadCommand
+    error: str = ""
 
 
 Order = Request | LoadCommand
+Results = list[Output | Ended]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +109,7 @@ class ModelManager:
     monitor: memory.MemoryMonitor = field(default_factory=memory.MemoryMonitor)
     load_on_request: bool = False
     ranks: Ranks = field(default_factory=Ranks)
-    wired: str = "off"  # "on": the first model that is loaded; then "done"
+    wired: bool = False  # the first model that is loaded
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Order] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
@@ -180,20 +185,20 @@ class ModelManager:
                 slot.info,
                 "loaded" if slot.engine else "loading" if slot is next_slot else "unloaded",
                 stats,
-                slot.pinned,
-                slot.loads,
-                slot.error,
+                pinned=slot.pinned,
+                loads=slot.loads,
+                error=slot.error,
             )
         return served
 
     # ---- orders
 
-    def submit(self, order: Order) -> Outputs:
+    def submit(self, order: Order) -> Results:
         """Start an order, or queue it until its model is loaded."""
         outputs = self._dispatch(order)
         return outputs if self._leaving else outputs + self._choose_evictions()
 
-    def _dispatch(self, order: Order) -> Outputs:
+    def _dispatch(self, order: Order) -> Results:
         slot = self._slot(order)
         ready = None if slot in self._leaving else slot.engine
         if isinstance(order, LoadCommand):
@@ -201,48 +206,53 @@ class ModelManager:
                 if order.pin is not None:
                     slot.pinned = order.pin
                 slot.used = self.clock()
-                return _finish(order, "stop")
+                return [Ended(order)]
         elif ready:
             slot.used = self.clock()
             try:
                 ready.add(order)
             except UserError as error:  # loading may have changed the limits it was checked with
-                return _finish(order, "error", error=str(error), fault="prompt")
+                return _end(order, "error", error=str(error), fault="prompt")
             return []
         elif slot.error and self.clock() - slot.failed < RETRY_S:
-            return _finish(order, "error", error=slot.error, fault="model")
+            return _end(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
         return []
 
     def _slot(self, order: Order) -> ModelSlot:
         return next(slot for slot in self.slots if order.model in ("", slot.info.name))
 
-    def abort(self, id: str, index: int | None = None) -> Outputs:
-        """End a request, or one choice of it; or an order that waits."""
-        outputs = []
+    def abort(self, id: str, index: int | None = None) -> Results:
+        """End a request, or one choice of it; all of one that waits for its model."""
+        outputs: Results = []
         for engine in self._engines():
             outputs += engine.abort(id, index)
         for order in self._waiting:
-            if order.id == id:
-                first = order is self._waiting[0]
-                self._waiting.remove(order)
-                outputs += _finish(order, "abort")
-                # Those behind another one go on waiting, or the first would never have its turn.
-                return outputs + self._dispatch_waiting() if first else outputs
+            if isinstance(order, Request) and order.id == id:
+                return outputs + _end(order, "abort") + self.withdraw(order)
         return outputs
 
-    def _dispatch_waiting(self) -> Outputs:
+    def withdraw(self, order: Order) -> Results:
+        """Forget an order, if it waits."""
+        if order not in self._waiting:
+            return []
+        first = order is self._waiting[0]
+        self._waiting.remove(order)
+        # Those behind another one go on waiting, or the first would never have its turn.
+        return self._dispatch_waiting() if first else []
+
+    def _dispatch_waiting(self) -> Results:
         """Dispatch all waiting orders again, as the first was answered or can be."""
         waiting, self._waiting = self._waiting, deque()
         self._leaving = []
-        outputs = []
+        outputs: Results = []
         for order in waiting:
             outputs += self._dispatch(order)
         return outputs + self._choose_evictions()
 
     # ---- loads and unloads
 
-    def _choose_evictions(self) -> Outputs:
+    def _choose_evictions(self) -> Results:
         """Choose the models to unload for the first waiting order: none more than its model needs,
         idle before busy, least recently used first. If all are too few, answer that it fails."""
         if not self._waiting:
@@ -265,7 +275,7 @@ class ModelManager:
         staying = sum(each.nbytes for each in self.slots if each not in self._leaving)
         return self.memory_check(slot, staying)
 
-    def step(self) -> Outputs:
+    def step(self) -> Results:
         """Unload or load for the first waiting order, if no model that is to leave is busy; else
         do a step of the next active model."""
         if self._waiting and not any(slot.busy for slot in self._leaving):
@@ -283,10 +293,10 @@ class ModelManager:
                 if not own.busy:  # it only saves blocks, which a slow disk may hold up
                     self.ranks.remind()
                 alone = not any(each.busy for each in self._engines() if each is not own)
-                return own.step(alone)
+                return [*own.step(alone)]
         return []
 
-    def _load(self, slot: ModelSlot) -> Outputs:
+    def _load(self, slot: ModelSlot) -> Results:
         """Load a model and dispatch the orders that wait for it, or answer that it failed."""
         self.loading = slot.info.name
         reason = ""
@@ -320,25 +330,25 @@ class ModelManager:
         slot.used = self.clock()
         slot.error = ""
         slot.loads += 1
-        if self.wired == "on":
-            meter.wire(slot.nbytes)
-            self.wired = "done"
-        elif memory.DARWIN and self.wired == "off" and info.weight_bytes > LARGE * memory.total():
+        if self.wired:
+            if sum(each.loads for each in self.slots) == 1:
+                meter.wire(slot.nbytes)
+        elif memory.DARWIN and info.weight_bytes > LARGE * memory.total():
             log.warning(
                 "%s takes over 60 %% of memory and is not wired: macOS may page weights out, which"
                 " makes it crawl; docs/memory.md tells what --wired on costs",
                 info.name,
             )
 
-    def _fail(self, slot: ModelSlot, reason: str) -> Outputs:
+    def _fail(self, slot: ModelSlot, reason: str) -> Results:
         """Answer all orders that wait for this load."""
         slot.error = f"{slot.info.name} cannot be loaded: {reason}"
         slot.failed = self.clock()
         log.error("%s", slot.error)
-        outputs = []
+        outputs: Results = []
         for order in [each for each in self._waiting if self._slot(each) is slot]:
             self._waiting.remove(order)
-            outputs += _finish(order, "error", error=slot.error, fault="model")
+            outputs += _end(order, "error", error=slot.error, fault="model")
         return outputs + self._dispatch_waiting()
 
     def _unload(self, slot: ModelSlot) -> None:
@@ -363,9 +373,11 @@ class ModelManager:
                 self._unload(slot)
 
 
-def _finish(order: Order, finish: Finish, **reason: Any) -> Outputs:
-    """The final output of each choice."""
-    return [Output(order.id, i, (), finish=finish, **reason) for i in range(order.n)]
+def _end(order: Order, finish: Finish, **reason: Any) -> Results:
+    """The end of a command, or the final output of each choice of a request."""
+    if isinstance(order, LoadCommand):
+        return [Ended(order, reason["error"])]
+    return [Output(order.id, index, (), finish=finish, **reason) for index in range(order.n)]
 
 
 def release_memory() -> None:

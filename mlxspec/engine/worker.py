@@ -1,27 +1,25 @@
 """The engine thread, and its connection to asyncio.
 
-Rule: one thread owns MLX. Orders go in through an inbox that `submit` bounds, outputs come back
+Rule: one thread owns MLX. Requests go in through an inbox that `submit` bounds, outputs come back
 with one loop callback per step; nothing that holds an array crosses. If the thread dies, every
-request that waits gets an error, and a critical line is logged.
+request and command that waits gets an error, and a critical line is logged.
 """
 
 import asyncio
 import atexit
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
-from uuid import uuid4
 
 import mlx.core as mx
 
 from mlxspec import log
 from mlxspec.engine.memory import CRITICAL, HOLD_S
-from mlxspec.engine.models import LoadCommand, ModelManager, Order
+from mlxspec.engine.models import Ended, LoadCommand, ModelManager, Results
 from mlxspec.types import (
     Busy,
     Dead,
@@ -29,7 +27,6 @@ from mlxspec.types import (
     Interrupted,
     ModelInfo,
     Output,
-    Outputs,
     RankLost,
     Request,
     Served,
@@ -46,37 +43,26 @@ IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
 STOPPING = "the server is stopping"
 
 
-class OutputStream:
-    """The outputs of one order, all choices interleaved; ends after the last choice's finish.
+class Mailbox:
+    """The outputs of one or more requests, all choices interleaved; ends after the last choice's
+    finish. It has at most one output per step and choice, and MAX_UNREAD per choice unread."""
 
-    It has at most one output per step and choice, and `n` * MAX_UNREAD of them unread. Several
-    orders may share a `queue`, which then has the outputs of all.
-    """
+    def __init__(self, choices: int) -> None:
+        self.running = choices
+        self.limit = choices * MAX_UNREAD
+        self.unread = asyncio.Queue[Output]()
 
-    def __init__(self, order: Order, queue: "asyncio.Queue[Output]") -> None:
-        self.id, self.limit = order.id, order.n * MAX_UNREAD
-        self.unfinished = set(range(order.n))  # choices whose last output was not delivered
-        self._queue = queue
-
-    def __aiter__(self) -> "OutputStream":
+    def __aiter__(self) -> "Mailbox":
         return self
 
     async def __anext__(self) -> Output:
-        if not self.unfinished and self._queue.empty():
+        if not self.running and self.unread.empty():
             raise StopAsyncIteration
-        return await self._queue.get()
+        return await self.unread.get()
 
     def put(self, output: Output) -> None:
-        """Deliver an output, unless its choice has finished."""
-        if output.index in self.unfinished:
-            self._queue.put_nowait(output)
-            if output.finish:
-                self.unfinished.discard(output.index)
-
-    def finish(self, finish: Finish, **reason: Any) -> None:
-        """End all choices that have not finished."""
-        for index in sorted(self.unfinished):
-            self.put(Output(self.id, index, (), finish=finish, **reason))
+        self.unread.put_nowait(output)
+        self.running -= output.finish is not None
 
 
 class Worker:
@@ -90,11 +76,13 @@ class Worker:
         self._manager = manager
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._inbox: SimpleQueue[Callable[[], Outputs]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], Results]] = SimpleQueue()
         self._stopping = self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, OutputStream] = {}  # on the loop's thread
-        self._started: Future[None] = Future()
+        # Those of running choices, by request and index; on the loop's thread.
+        self._mailboxes: dict[tuple[str, int], Mailbox] = {}
+        self._commands: dict[LoadCommand, asyncio.Future[None]] = {}  # likewise
+        self._started = threading.Event()  # or failed to
         self._error: BaseException | None = None
         self.models: Mapping[str, Served] = {}  # by name, the default first
         self._busy = False
@@ -110,7 +98,9 @@ class Worker:
         self._thread.start()
         atexit.register(self.stop)  # the interpreter must not end while a thread uses MLX
         meanwhile()
-        self._started.result()
+        self._started.wait()
+        if self._error:
+            raise self._error
         return self.info
 
     @property
@@ -136,66 +126,60 @@ class Worker:
     def stop(self, seconds: float = STOP_S) -> bool:
         """End the thread after its current step, waiting for at most `seconds`; whether it has
         ended. May be called twice."""
-        self._stop_soon()
+        self._stopping = True
+        self.abort("")  # wakes the thread, whose last act is to answer all requests
         if self._thread.is_alive():
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _stop_soon(self) -> None:
-        """Let the thread end; its last act is to answer all requests."""
-        self._stopping = True
-        self.abort("")  # wakes the thread
-
     # ---- event loop
 
-    def submit(
-        self, request: Request, queue: "asyncio.Queue[Output] | None" = None
-    ) -> OutputStream:
-        """Queue a request; its outputs go to `queue`, if given.
+    def submit(self, *requests: Request) -> Mailbox:
+        """Queue requests, all or none; their outputs come in one mailbox.
 
         Raises Busy when the queue is full or memory very short, Dead when draining or dead.
         """
-        waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
-        if waiting > self._limit:
+        choices = [(request.id, index) for request in requests for index in range(request.n)]
+        if len(choices) + len(self._mailboxes) > self._limit:
             raise Busy(RETRY_S)
         if self._manager.monitor.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
-        return self._queue(request, queue)
+        for request in requests:
+            self._send(partial(self._manager.submit, request))
+        mailbox = Mailbox(len(choices))
+        self._mailboxes |= dict.fromkeys(choices, mailbox)
+        return mailbox
 
-    def _queue(self, order: Order, queue: "asyncio.Queue[Output] | None" = None) -> OutputStream:
-        if self._closed:
+    def load(self, name: str, pin: bool | None = None) -> Awaitable[None]:
+        """Load a model, after the loads that wait already; pin or unpin it unless `pin` is None.
+        The future raises UnsupportedModel and Dead.
+
+        Raises Dead.
+        """
+        return self._command(LoadCommand(name, True, pin))
+
+    def unload(self, name: str) -> Awaitable[None]:
+        """Unload a model once its requests have ended; if the future is cancelled before, it stays
+        loaded."""
+        return self._command(LoadCommand(name, False))
+
+    def _command(self, command: LoadCommand) -> Awaitable[None]:
+        self._send(partial(self._manager.submit, command))
+        future = self._commands[command] = asyncio.get_running_loop().create_future()
+
+        def done(_: object) -> None:
+            del self._commands[command]
+            self._inbox.put(partial(self._manager.withdraw, command))  # it may be cancelled
+
+        future.add_done_callback(done)
+        return future
+
+    def _send(self, order: Callable[[], Results]) -> None:
+        """Let the engine's thread call `order` before its next step. Raises Dead."""
+        if self._stopping or self.draining or not self.alive():
             raise Dead("the engine takes no more requests")
         self._loop = asyncio.get_running_loop()
-        stream = self._streams[order.id] = OutputStream(order, queue or asyncio.Queue())
-        self._inbox.put(partial(self._manager.submit, order))
-        return stream
-
-    @property
-    def _closed(self) -> bool:
-        return self._stopping or self.draining or not self.alive()
-
-    async def load(self, name: str, pin: bool | None = None) -> None:
-        """Load a model, after the loads that wait already; pin or unpin it unless `pin` is None.
-
-        Raises UnsupportedModel and Dead.
-        """
-        await self._command(name, True, pin)
-
-    async def unload(self, name: str) -> None:
-        """Unload a model once its requests have ended; if this is cancelled before, it stays
-        loaded."""
-        await self._command(name, False)
-
-    async def _command(self, name: str, load: bool, pin: bool | None = None) -> None:
-        command = LoadCommand(uuid4().hex, name, load, pin)
-        stream = self._queue(command)
-        try:
-            output = await anext(stream)
-        finally:
-            self.abort(command.id)  # if it was cancelled
-        if output.finish != "stop":
-            error = output.error or STOPPING
-            raise Dead(error) if self._closed else UnsupportedModel(error)
+        self._inbox.put(order)
 
     async def drain(self, timeout: float) -> None:
         """Admit nothing more; wait until all requests have ended, at most `timeout` seconds, then
@@ -203,35 +187,56 @@ class Worker:
         self.draining = True
         try:
             async with asyncio.timeout(timeout):
-                while self._streams and self.alive():
+                while (self._mailboxes or self._commands) and self.alive():
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
-            log.warning("aborting %d requests that did not finish", len(self._streams))
-            self._finish_all("abort")
+            log.warning("aborting %d requests that did not finish", len(self._mailboxes))
+            self._end_all("abort", STOPPING)
 
-    def _finish_all(self, finish: Finish, **reason: Any) -> None:
-        for stream in self._streams.values():
-            stream.finish(finish, **reason)
-        self._streams.clear()
+    def _end_all(self, finish: Finish, error: str) -> None:
+        """End all choices and commands that have not ended."""
+        self._end(list(self._mailboxes), finish, error=error)
+        for command in self._commands:
+            self._settle(command, Dead(error))
 
-    def _deliver(self, outputs: Outputs) -> None:
+    def _settle(self, command: LoadCommand, error: Exception | None) -> None:
+        future = self._commands.get(command)
+        if not future or future.done():
+            return
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def _end(self, choices: Sequence[tuple[str, int]], finish: Finish, **reason: Any) -> None:
+        for request, index in choices:
+            self.abort(request, index)
+            mailbox = self._mailboxes.pop((request, index))
+            mailbox.put(Output(request, index, (), finish=finish, **reason))
+
+    def _deliver(self, outputs: Results) -> None:
         for output in outputs:
-            stream = self._streams.get(output.request)
-            if not stream:
+            if isinstance(output, Ended):
+                error = UnsupportedModel(output.error) if output.error else None
+                self._settle(output.command, error)
                 continue
-            stream.put(output)
-            if stream.unfinished and stream._queue.qsize() > stream.limit:
-                self.abort(output.request)
-                stream.finish("error", fault="client")
-            if not stream.unfinished:
-                del self._streams[output.request]
+            choice = output.request, output.index
+            mailbox = self._mailboxes.get(choice)
+            if not mailbox:  # it was ended here
+                continue
+            mailbox.put(output)
+            if output.finish:
+                del self._mailboxes[choice]
+            if mailbox.unread.qsize() > mailbox.limit:
+                its = [each for each, box in self._mailboxes.items() if box is mailbox]
+                self._end(its, "error", fault="client")
 
-    def _deliver_or_die(self, outputs: Outputs) -> None:
+    def _deliver_or_die(self, outputs: Results) -> None:
         try:
             self._deliver(outputs)
         except Exception as error:  # a client would wait for the lost outputs for ever
             self._die(error)
-            self._stop_soon()
+            self.stop(0.0)
 
     def lose(self, reason: str) -> None:
         """Another rank is gone and the engine's thread may wait for it for ever; for any thread."""
@@ -243,12 +248,11 @@ class Worker:
             return
         self._error = error
         reason = line_of(error)
-        try:
-            self._started.set_exception(error)
-        except InvalidStateError:  # it had started
+        if self._started.is_set():
             trace = None if isinstance(error, RankLost) else error
             log.critical("the engine thread died: %s", reason, exc_info=trace)
-        self._call_loop(lambda: self._finish_all("error", error=reason))
+        self._started.set()
+        self._call_loop(lambda: self._end_all("error", reason))
 
     # ---- engine thread
 
@@ -257,13 +261,13 @@ class Worker:
         try:
             manager.launch()
             self._publish([])
-            self._started.set_result(None)
+            self._started.set()
             while self._turn(manager):
                 pass
         except BaseException as failure:
             self._die(manager.ranks.explain(failure))
         finally:
-            self._call_loop(lambda: self._finish_all("error", error=STOPPING))
+            self._call_loop(lambda: self._end_all("error", STOPPING))
             if not isinstance(self._error, RankLost):  # MLX would wait for the other rank
                 manager.close()
                 mx.clear_streams()
@@ -275,7 +279,7 @@ class Worker:
             manager.poll()
             self._busy = False
             timeout = QUIET_S if manager.has_idle_work else IDLE_POLL_S
-        orders: list[Callable[[], Outputs]] = []
+        orders: list[Callable[[], Results]] = []
         with suppress(Empty):
             while True:
                 orders.append(self._inbox.get(timeout=timeout))
@@ -299,7 +303,7 @@ class Worker:
         if not self._inbox.empty():
             raise Interrupted
 
-    def _publish(self, outputs: Outputs) -> None:
+    def _publish(self, outputs: Results) -> None:
         """Deliver outputs on the loop's thread, and renew what any thread may read."""
         self.models = self._manager.snapshot()
         if outputs:

@@ -123,7 +123,7 @@ class Drafting:
 def load_drafting(model: Module, path: Path, draft: Path | None, config: Config) -> Drafting:
     """What `draft` holds, or the head in the model's own files; the weights stay on disk. Raises
     UnsupportedModel."""
-    if config.speculate != "on" or config.draft == NONE:
+    if not config.speculate or config.draft == NONE:
         return Drafting(path)
     found = find_draft(draft or path, path)
     if draft and not found.standalone:

@@ -67,7 +67,7 @@ def load_engine(
     layout = cache.layout
     drafting.fit_to(layout)
     cases = []
-    if config.kernels == "auto":  # the K/V of what drafts are not quantized
+    if config.kernels:  # the K/V of what drafts are not quantized
         cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
     recall(cases, verdict_file(config))
     plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
@@ -86,7 +86,7 @@ def load_engine(
     if not ranks.rank:
         save = partial(cache.save, file)
         _warm_up(engine, config)
-        if config.speculate == "on":
+        if config.speculate:
             add_drafters(engine, drafting, config)
         known = Measuring(engine, cache, save, cases, verdict_file(config), drafting.key)
         known.recall(lambda drafter: add_disk(facts | facts_of(drafting, drafter)))

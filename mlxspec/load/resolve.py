@@ -54,7 +54,7 @@ class ResolvedModel:
         config = self.config
         if ranks and ranks.group:
             log.info("rank %d of %d: no kernels of our own", ranks.rank, ranks.size)
-            config = replace(config, kernels="off")
+            config = replace(config, kernels=False)
         draft = self.draft.path if self.draft else None
         if not config.draft:  # a head may have been trained or deleted since the server started
             draft = learned_head(Resolved(self.path, self.name), cache_of(config)) or draft
@@ -147,7 +147,7 @@ def _each(config: Config) -> list[Config]:
 def draft_of(model: str, path: Path | None, config: Config) -> str:
     """What drafts for a model: by the settings, else the head that was trained for it here, else
     the one that a card names, unless its files hold one or are damaged. Raises UnsupportedModel."""
-    if config.draft == NONE or config.speculate == "off":
+    if config.draft == NONE or not config.speculate:
         return ""
     learned = path and learned_head(Resolved(path, model), cache_of(config))
     if config.draft or learned:
@@ -176,7 +176,7 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
 
 def follow(config: Config, ranks: Ranks) -> None:
     """Do what rank 0 says until it ends. Raises UserError and what MLX raises."""
-    models = {each.name: each for each in resolve_models(replace(config, speculate="off"))}
+    models = {each.name: each for each in resolve_models(replace(config, speculate=False))}
     monitor = memory.MemoryMonitor()
     followers: dict[str, Follower] = {}
     message: Json = {}

@@ -19,18 +19,16 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
-from mlxspec.server import embeddings, page
-from mlxspec.server.anthropic import endpoints as anthropic
-from mlxspec.server.body import FIRST, Items, Strict, Token, receive, report_ignored
+from mlxspec.server import anthropic, embeddings, ollama, page
+from mlxspec.server.body import FIRST, Body, Items, Token, report_ignored, takes
 from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
-from mlxspec.server.ollama import endpoints as ollama
-from mlxspec.server.openai import endpoints as openai
+from mlxspec.server.openai import completions as openai
 from mlxspec.server.openai.schema import RENDERING, TemplateFields
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import protect
-from mlxspec.server.state import Model, ServerState, run_on_text_thread, while_connected
+from mlxspec.server.state import ServerState, TextModel
 from mlxspec.text.chat import Tokenizer
 from mlxspec.training.recorder import Recorder
 from mlxspec.types import Served
@@ -58,7 +56,7 @@ def create_app(
     name = worker.info.name
     paths = {name: path, **(others or {})}
     app.state.server = ServerState(worker, config, Metrics(lambda: worker.models), paths)
-    if config.record == "on":
+    if config.record:
         app.state.server.recorder = Recorder(cache_of(config) / "answers", paths)
     app.state.server.open(name, tokenizer)
     app.state.responses = responses.Store()
@@ -135,34 +133,32 @@ def _model(served: Served) -> Json:
     return body
 
 
-class Load(Strict):
+class Load(Body):
     """`pin` is for a load, `force` for the unload of a pinned model."""
 
-    model: str
+    model: str  # no default
     pin: bool | None = None
     force: bool = False
 
 
-async def load(http: HttpRequest) -> Response:
+async def load(http: HttpRequest, body: Load, model: TextModel) -> Response:
     """The model's object when it is loaded or, of /v1/models/unload, when its memory is free, and
     the seconds that it took; 409 if it is pinned or stays busy."""
-    body, model = await receive(http, Load)
     server, name, began = model.server, model.name, time.monotonic()
     if http.url.path.endswith("/unload"):
-        await while_connected(http, server.unload(name, body.force))
+        await server.unload(name, body.force)
     else:
-        await while_connected(http, server.worker.load(name, body.pin))
+        await server.worker.load(name, body.pin)
     seconds = round(time.monotonic() - began, 3)
     return JSONResponse({**_model(server.worker.models[name]), "seconds": seconds})
 
 
-class Tokenize(TemplateFields):
+class Tokenize(Body, TemplateFields):
     """Of a prompt, to which `add_special_tokens` belongs, or of messages, to which what follows it
     and the template's fields belong."""
 
     unsupported: ClassVar[Json] = RENDERING
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[Items, Field(min_length=1), READABLE] | None = None
     tools: Items | None = None
@@ -170,33 +166,30 @@ class Tokenize(TemplateFields):
     add_generation_prompt: bool = True
 
 
-async def tokenize(http: HttpRequest) -> Response:
+async def tokenize(http: HttpRequest, body: Tokenize, model: TextModel) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
-    body, model = await receive(http, Tokenize)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
-    ids = await run_on_text_thread(http, _tokens, model, body)
+    ids = await model.server.on_text_thread(_tokens, model, body)
     counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
     return JSONResponse(counts)
 
 
-def _tokens(model: Model, body: Tokenize) -> list[int]:
+def _tokens(model: TextModel, body: Tokenize) -> list[int]:
     if body.messages is None:
         return encode_prompt(model, body.prompt or "", body.add_special_tokens)
     chat = ChatRequest(body.messages, body.tools, options=body.options)
     return render_prompt(model, chat, body.add_generation_prompt)[1].ids
 
 
-class Detokenize(Strict):
-    model: str | None = None
+class Detokenize(Body):
     tokens: Annotated[list[Token], FIRST]
 
 
-async def detokenize(http: HttpRequest) -> Response:
+async def detokenize(http: HttpRequest, body: Detokenize, model: TextModel) -> Response:
     """vLLM's POST /detokenize."""
-    body, model = await receive(http, Detokenize)
     check_ids(model, body.tokens, "tokens")
-    text = await run_on_text_thread(http, model.tokenizer.decode, body.tokens)
+    text = await model.server.on_text_thread(model.tokenizer.decode, body.tokens)
     return JSONResponse({"prompt": text})
 
 
@@ -207,30 +200,15 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /api/hello": hello,
     "GET /page/now": page.now,
     "GET /page/{name}": page.file,
-    "POST /v1/chat/completions": openai.chat,
-    "POST /v1/completions": openai.completions,
-    "POST /v1/fim/completions": openai.completions,
-    "POST /v1/infill": openai.completions,
-    "POST /v1/embeddings": embeddings.create,
-    "POST /v1/messages": anthropic.messages,
-    "POST /v1/messages/count_tokens": anthropic.messages,
-    "POST /v1/responses": responses.create,
-    "POST /v1/responses/input_tokens": responses.create,
-    "GET,DELETE /v1/responses/{id}": responses.stored,
-    "GET /v1/responses/{id}/input_items": responses.input_items,
     "GET /v1/models": models,
-    "POST /v1/models/load": load,
-    "POST /v1/models/unload": load,
+    "POST /v1/models/load": takes(Load, load),
+    "POST /v1/models/unload": takes(Load, load),
     "GET /v1/models/{name:path}": model,
-    "POST /v1/tokenize": tokenize,
-    "POST /v1/detokenize": detokenize,
-    "POST /api/chat": ollama.answer,
-    "POST /api/generate": ollama.answer,
-    "POST /api/embed": embeddings.create,
-    "POST /api/embeddings": embeddings.create,
-    "POST /api/show": ollama.show,
-    "GET /api/ps": ollama.models,
-    "GET /api/tags": ollama.models,
-    "GET /api/version": ollama.version,
-    **{f"POST,DELETE {path}": ollama.refuse for path in ollama.INSTEAD},
+    "POST /v1/tokenize": takes(Tokenize, tokenize),
+    "POST /v1/detokenize": takes(Detokenize, detokenize),
+    **embeddings.ENDPOINTS,
+    **openai.ENDPOINTS,
+    **anthropic.ENDPOINTS,
+    **responses.ENDPOINTS,
+    **ollama.ENDPOINTS,
 }

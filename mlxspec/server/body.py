@@ -6,6 +6,7 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlxspec import log
 from mlxspec.engine.worker import RETRY_S
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.state import Model
+from mlxspec.server.state import TextModel, while_connected
 from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
@@ -39,9 +40,12 @@ def _text_part(value: Any) -> Any:
 HALVES = re.compile(
     rb"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL
 )
+T = TypeVar("T")
 FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
 TEXT_PART = BeforeValidator(_text_part)  # a string becomes a list of one text part
-Items = Annotated[list[Any], Field(max_length=MAX_ITEMS)]
+Parts = Annotated[list[T], FIRST, TEXT_PART]
+Many = Annotated[list[T], FIRST, Field(max_length=MAX_ITEMS)]
+Items = Many[Any]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -69,12 +73,19 @@ class Strict(BaseModel):
 IGNORED = "mlxspec.ignored"  # in a request's scope: unknown fields, and content left out
 MOST_NAMED = 32  # in the header, and in a line of the log
 
-Body = TypeVar("Body", bound=Strict)
+
+class Body(Strict):
+    """The body of a request to a model, by default the first one."""
+
+    model: str | None = None
+
+
+StrictT = TypeVar("StrictT", bound=Strict)
 Data = bytes | bytearray  # JSON
 
 
 def report_ignored(app: ASGIApp) -> ASGIApp:
-    """`app`, whose responses have a header that lists what `receive` ignored, percent-encoded; but
+    """`app`, whose responses have a header that lists what `takes` ignored, percent-encoded; but
     for a 500, which is made outside."""
 
     async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,21 +101,29 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
     return reporting
 
 
-async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, Model]:
-    """The request's body, and the model that it asks for. Raises ApiError, ClientDisconnect, and
-    Busy where the bodies that are being read are too large together."""
-    state, data = http.app.state.server, bytearray()
-    strict = state.config.strict_content == "on"
-    try:
-        await _read(http, data)
-        if len(data) < LARGE:
-            body, ignored = parse(kind, data, strict)
-        else:
-            body, ignored = await state.on_text_thread(parse, kind, data, strict)
-    finally:
-        state.unread -= len(data)
-    http.scope[IGNORED] = ignored
-    return body, await state.model(getattr(body, "model", None))
+def takes(
+    kind: type[Body], answer: Callable[[HttpRequest, Any, TextModel], Awaitable[ASGIApp]]
+) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
+    """The endpoint for bodies of this kind: the response is what `answer` returns, which is
+    cancelled when the client disconnects. It raises ApiError, ClientDisconnect, and Busy where the
+    bodies that are being read are too large together."""
+
+    async def endpoint(http: HttpRequest) -> ASGIApp:
+        state, data = http.app.state.server, bytearray()
+        strict = state.config.strict_content
+        try:
+            await _read(http, data)
+            if len(data) < LARGE:
+                body, ignored = parse(kind, data, strict)
+            else:
+                body, ignored = await state.on_text_thread(parse, kind, data, strict)
+        finally:
+            state.unread -= len(data)
+        http.scope[IGNORED] = ignored
+        model = await state.model(body.model)
+        return await while_connected(http, answer(http, body, model))
+
+    return endpoint
 
 
 async def _read(http: HttpRequest, data: bytearray) -> None:
@@ -129,7 +148,7 @@ async def _read(http: HttpRequest, data: bytearray) -> None:
         raise ApiError(408, why) from error
 
 
-def parse(kind: type[Body], data: Data, strict: bool = False) -> tuple[Body, list[str]]:
+def parse(kind: type[StrictT], data: Data, strict: bool = False) -> tuple[StrictT, list[str]]:
     """The validated body, and the names of its unknown fields and of content that was left out;
     `strict`: none is. Raises ApiError 400."""
     objects = data.count(b"{")
@@ -153,7 +172,9 @@ def parse(kind: type[Body], data: Data, strict: bool = False) -> tuple[Body, lis
     return body, _unknown(body) + left_out
 
 
-def validate(kind: type[Body], raw: Any, at: str = "", left_out: list[str] | None = None) -> Body:
+def validate(
+    kind: type[StrictT], raw: Any, at: str = "", left_out: list[str] | None = None
+) -> StrictT:
     """A whole body as JSON, or an object of a body, whose path is `at`. Validators add to
     `left_out` what they leave out; None: they refuse it. Raises ApiError 400."""
     try:

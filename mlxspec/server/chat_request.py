@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from mlxspec.server.errors import Json, invalid
-from mlxspec.server.generate import Generation
-from mlxspec.server.state import Model
+from mlxspec.server.generate import Prepared
+from mlxspec.server.state import TextModel
 from mlxspec.server.stream import Choice, Choices, message
 from mlxspec.text.chat import (
     Conversation,
@@ -32,7 +32,7 @@ from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.template import template_reads
-from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
+from mlxspec.types import COLDEST, Request, Sampling, too_long
 
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
 
@@ -41,7 +41,7 @@ SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
 OBJECT = {"type": "object"}  # the schema of any JSON object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Format:
     """What an answer must be: JSON by the schema `value`, or text by the Lark grammar `value`. The
     request says so in `field`."""
@@ -51,13 +51,14 @@ class Format:
     lark: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatRequest:
     """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
     checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
     none, required, or an object with a tool's `full_name`. `options` are variables of the template;
     None: not sent. `source` is the body's field that holds the conversation. `continued`: the
-    answer continues the last message. `budget` is the most tokens of reasoning."""
+    answer continues the last message. `budget`, if given, is the most tokens
+    of reasoning."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -66,34 +67,51 @@ class ChatRequest:
     options: Json = field(default_factory=dict)
     source: str = "messages"
     continued: bool = False
-    budget: int = UNLIMITED
+    budget: int | None = None
 
 
-def chat_generation(generation: Generation, chat: ChatRequest) -> Generation:
-    """The response, ready to answer `chat`; on the text thread. Its body has a `format` too. Raises
-    RejectedRequest and ApiError."""
-    model, body = generation.model, generation.body
+def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:
+    """What answers `chat`; on the text thread. The body has a `format` too. Raises RejectedRequest
+    and ApiError."""
+    tokenizer, form = model.tokenizer, format_of(model.tokenizer)
     talk, prompt = render_prompt(model, chat)
-    request = engine_request(model, body, generation.writer.id, prompt.ids, chat.source)
-    grammar = generation.grammar = _grammar(generation, chat, talk, prompt)
-    request = replace(request, grammar=_limited(model, chat, prompt, grammar))
-    tools = [*talk.tools, *chat.deferred]
-    if chat.tool_choice == "none":
-        tools = []
-    constrained, single = grammar is not None, not body.parallel_tool_calls
-    for i in range(body.n):
-        reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, chat.continued)
-        parts = OutputParser(
-            model.tokenizer, tools, bool(prompt.thinking), constrained, chat.continued
+    request = engine_request(model, body, id, prompt.ids, chat.source)
+    grammar = _grammar(model, body, chat, talk, prompt)
+    # No more reasoning than the server's setting, the request and its word of effort all allow.
+    budgets = [model.server.config.thinking_budget, chat.budget]
+    if not template_reads(tokenizer, "reasoning_effort"):
+        budgets.append(EFFORT_TOKENS.get(str(chat.options.get("reasoning_effort"))))
+    limits = [each for each in budgets if each is not None]
+
+    def matcher() -> Any:
+        """Of each choice, once the grammar is compiled."""
+        inner = grammar and grammar.result()()
+        if limits and form.think_start:
+            return ThinkingBudget(form, tokenizer.decode, min(limits), prompt.thinking, inner)
+        return inner
+
+    if grammar or (limits and form.think_start):
+        request = replace(request, grammar=matcher)
+    tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
+    choices = []
+    for index in range(body.n):
+        reader = Detokenizer(tokenizer, body.stop, request.stop_tokens, chat.continued)
+        parser = OutputParser(
+            tokenizer,
+            tools,
+            thinking=bool(prompt.thinking),
+            constrained=grammar is not None,
+            continued=chat.continued,
         )
-        generation.choices.append(Choice(i, request, reader, parts, single))
-    generation.requests.append(request)
-    remember_all = partial(_remember, model, talk, prompt, generation.choices)
-    generation.on_done = partial(model.server.later, remember_all)
-    return generation
+        single = not body.parallel_tool_calls
+        choices.append(Choice(index, request, reader, parser=parser, single=single))
+    remember_all = partial(_remember, model, talk, prompt, choices)
+    return Prepared([request], choices, grammar, partial(model.server.later, remember_all))
 
 
-def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices: Choices) -> None:
+def _remember(
+    model: TextModel, talk: Conversation, prompt: RenderedPrompt, choices: Choices
+) -> None:
     """Keep the tokens of the answers: the next turn's prompt should repeat them."""
     tokenizer, history = model.tokenizer, model.history
     for choice in choices:
@@ -108,7 +126,7 @@ def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices:
 
 
 def render_prompt(
-    model: Model, chat: ChatRequest, generation_prompt: bool = True
+    model: TextModel, chat: ChatRequest, generation_prompt: bool = True
 ) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
     options = {name: value for name, value in chat.options.items() if value is not None}
@@ -119,7 +137,7 @@ def render_prompt(
     return talk, prompt
 
 
-def prompt_length(model: Model, chat: ChatRequest) -> int:
+def prompt_length(model: TextModel, chat: ChatRequest) -> int:
     """The length of the prompt, on the text thread; an estimate if the text is far beyond the
     context: the client wants to know how much to leave out. Raises RejectedRequest."""
     try:
@@ -128,7 +146,7 @@ def prompt_length(model: Model, chat: ChatRequest) -> int:
         return error.tokens
 
 
-def room_for(model: Model, prompt: Sequence[int], source: str) -> int:
+def room_for(model: TextModel, prompt: Sequence[int], source: str) -> int:
     """How many tokens fit behind a prompt from the body's field `source`. Raises ApiError."""
     if not prompt:
         raise invalid(source, f"{source} has no tokens; send some text")
@@ -142,25 +160,11 @@ def room_for(model: Model, prompt: Sequence[int], source: str) -> int:
 
 
 def engine_request(
-    model: Model, body: Any, name: str, prompt: Sequence[int], source: str
+    model: TextModel, body: Any, id: str, prompt: Sequence[int], source: str
 ) -> Request:
-    """The engine's request for a prompt from the body's field `source`. Raises ApiError."""
-    room = room_for(model, prompt, source)
-    ends = () if body.ignore_eos else model.tokenizer.eos_token_ids
-    return Request(
-        name,
-        tuple(prompt),
-        min(room, body.limit or room),
-        _sampling(model, body),
-        frozenset({*ends, *body.stop_token_ids}),
-        body.n,
-        _predicted(model, body),
-        model=model.name,
-    )
-
-
-def _sampling(model: Model, body: Any) -> Sampling:
-    """The request's own settings, else the model's. Raises ApiError."""
+    """The engine's request for a prompt from the body's field `source`: with the body's own
+    settings, else the model's. Raises ApiError."""
+    room, info, tokenizer = room_for(model, prompt, source), model.info, model.tokenizer
     given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
     values = {**asdict(model.defaults), "seed": secrets.randbits(63), **given}
     bias = body.logit_bias or {}
@@ -170,25 +174,30 @@ def _sampling(model: Model, body: Any) -> Sampling:
     values["top_k"] = max(0, values["top_k"])
     if values["temperature"] < COLDEST:
         values["temperature"] = 0.0
-    return Sampling(**values)
-
-
-def _predicted(model: Model, body: Any) -> tuple[int, ...]:
-    """Token ids of the answer that the client expects. A hint, so the excess is dropped."""
-    if body.prediction is None:
-        return ()
-    info = model.info
-    text = "".join(part.text for part in body.prediction.content)[: info.context * CHARS_PER_TOKEN]
-    ids = encode(model.tokenizer, text, special=False)[: info.context]
-    return tuple(token for token in ids if token < info.vocab)
+    predicted: list[int] = []  # a hint, so the excess is dropped
+    if body.prediction:
+        text = "".join(part.text for part in body.prediction.content)
+        ids = encode(tokenizer, text[: info.context * CHARS_PER_TOKEN], special=False)
+        predicted = [token for token in ids[: info.context] if token < info.vocab]
+    ends = () if body.ignore_eos else tokenizer.eos_token_ids
+    return Request(
+        id=id,
+        prompt=tuple(prompt),
+        max_tokens=min(room, body.limit or room),
+        sampling=Sampling(**values),
+        stop_tokens=frozenset({*ends, *body.stop_token_ids}),
+        n=body.n,
+        prediction=tuple(predicted),
+        model=model.name,
+    )
 
 
 def _grammar(
-    generation: Generation, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
+    model: TextModel, body: Any, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
 ) -> Future[Make] | None:
     """The grammar of the answer, which may still be compiling: the required call, which has no
     format, else the format or, if tools are offered, a call."""
-    grammars, form, choice = generation.model.grammars, generation.body.format, chat.tool_choice
+    grammars, form, choice = model.grammars, body.format, chat.tool_choice
     required = choice not in ("auto", "none")
     calls = required or (talk.tools and choice == "auto")
     if form and chat.continued:
@@ -206,7 +215,7 @@ def _grammar(
         text = checked_lark(form.value, form.field)
         return grammars.compile(text, prompt.thinking, form.field)
     name = None if isinstance(choice, str) else choice.full_name
-    single = name is not None or not generation.body.parallel_tool_calls
+    single = name is not None or not body.parallel_tool_calls
     texts = []
     for loose in (False, True):
         rules = [] if required else [header + json_rule(form.value, form.field)]
@@ -216,24 +225,7 @@ def _grammar(
     return grammars.compile(texts[0], prompt.thinking, form.field, instead=texts[1])
 
 
-def _limited(
-    model: Model, chat: ChatRequest, prompt: RenderedPrompt, grammar: Future[Make] | None
-) -> Make | None:
-    """What makes the answers' matchers: by the grammar, once it is compiled, and with no more
-    reasoning than the server's setting, the request and its word of effort all allow."""
-    tokenizer, form = model.tokenizer, format_of(model.tokenizer)
-    effort = str(chat.options.get("reasoning_effort"))
-    most = min(model.server.config.thinking_budget, chat.budget)
-    if not template_reads(tokenizer, "reasoning_effort"):
-        most = min(most, EFFORT_TOKENS.get(effort, most))
-    if most == UNLIMITED or not form.think_start:
-        return (lambda: grammar.result()()) if grammar else None
-    return lambda: ThinkingBudget(
-        form, tokenizer.decode, most, prompt.thinking, grammar and grammar.result()()
-    )
-
-
-def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
+def check_ids(model: TextModel, ids: Iterable[int], source: str) -> None:
     """Raises ApiError for a token id that the model does not have."""
     highest, vocab = max(ids, default=0), model.info.vocab
     if highest >= vocab:
@@ -242,7 +234,7 @@ def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
 
 
 def encode_prompt(
-    model: Model, text: str, special: bool = True, field: str = "prompt"
+    model: TextModel, text: str, special: bool = True, field: str = "prompt"
 ) -> list[int]:
     """Token ids of a field. Raises RejectedRequest for a text far beyond the context."""
     check_length(model.tokenizer, text, model.info.context, field)

@@ -74,9 +74,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     @property
     def working(self) -> bool:
         """Whether a request is being received or answered."""
-        if self.cycle is None or self.transport.is_closing():
-            return False
-        return not self.cycle.response_complete
+        cycle, closing = self.cycle, self.transport.is_closing()
+        return cycle is not None and not (closing or cycle.response_complete)
 
     @property
     def waits(self) -> bool:

@@ -14,13 +14,12 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from mlxspec import log
-from mlxspec.engine.worker import OutputStream, Worker
 from mlxspec.files import read_json
-from mlxspec.server.body import receive, wrong
+from mlxspec.server.body import takes, wrong
 from mlxspec.server.chat_request import encode_prompt, room_for
 from mlxspec.server.errors import HttpRequest, Json, invalid
 from mlxspec.server.openai.schema import Embeddings, OneEmbedding
-from mlxspec.server.state import Model, run_on_text_thread, while_connected
+from mlxspec.server.state import TextModel
 from mlxspec.server.stream import failure
 from mlxspec.text.messages import listed
 from mlxspec.types import Busy, Pooling, Request
@@ -28,40 +27,31 @@ from mlxspec.types import Busy, Pooling, Request
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
 
-async def create(http: HttpRequest) -> Response:
-    """Ollama's older /api/embeddings takes one text."""
-    older = http.url.path == "/api/embeddings"
-    body, model = await receive(http, OneEmbedding if older else Embeddings)
-    vectors, tokens = await while_connected(http, embed(model, body))
+async def create(http: HttpRequest, body: Embeddings, model: TextModel) -> Response:
+    vectors, tokens = await embed(model, body)
 
     def response() -> Response:
         """Thousands of vectors take a second to write."""
-        found = [vector.tolist() for vector in vectors]
         if body.encoding_format == "base64":
-            found = [base64.b64encode(vector.astype("<f4")).decode() for vector in vectors]
-        made: Json = {"embedding": found[0]}
+            values = [base64.b64encode(vector.astype("<f4")).decode() for vector in vectors]
+        else:
+            values = [vector.tolist() for vector in vectors]
+        if isinstance(body, OneEmbedding):
+            return JSONResponse({"embedding": values[0]})
         if http.url.path == "/api/embed":
-            made = {
-                "model": body.model or model.name,
-                "embeddings": found,
-                "prompt_eval_count": tokens,
-            }
-        elif not older:
-            made = {
-                "object": "list",
-                "data": [
-                    {"object": "embedding", "index": i, "embedding": each}
-                    for i, each in enumerate(found)
-                ],
-                "model": model.name,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
-        return JSONResponse(made)
+            name, counts = body.model or model.name, {"prompt_eval_count": tokens}
+            return JSONResponse({"model": name, "embeddings": values, **counts})
+        data = [
+            {"object": "embedding", "index": i, "embedding": value}
+            for i, value in enumerate(values)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
 
-    return await run_on_text_thread(http, response)
+    return await model.server.on_text_thread(response)
 
 
-async def embed(model: Model, body: Embeddings) -> tuple[list[Any], int]:
+async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
     """The embeddings of the body's inputs, float32 [D] of length 1 each (numpy's), and how many
     tokens were read. With `dimensions` their first so many, of length 1 again. Raises ApiError,
     RejectedRequest, Busy and Dead."""
@@ -70,12 +60,17 @@ async def embed(model: Model, body: Embeddings) -> tuple[list[Any], int]:
     requests = []
     for i, given in enumerate(listed(body.input)):
         requests.append(await server.on_text_thread(_request, model, given, body.place.format(i)))
-    vectors: list[Any] = []
+    vectors: dict[str, Any] = {}  # by request
     while some := requests[len(vectors) :][:most]:
         try:
-            waits = bool(vectors)  # Busy would lose them
-            for stream in [await _queued(worker, request, waits) for request in some]:
-                output = await anext(stream)
+            outputs = worker.submit(*some)
+        except Busy as error:
+            if not vectors:
+                raise
+            await asyncio.sleep(error.retry_after)  # or what was done would be lost
+            continue
+        try:
+            async for output in outputs:
                 if output.finish != "length":
                     raise failure(output)
                 width = len(output.embedding)
@@ -84,27 +79,16 @@ async def embed(model: Model, body: Embeddings) -> tuple[list[Any], int]:
                     raise wrong("dimensions", dimensions, why)
                 vector = output.embedding[:dimensions]
                 length = np.linalg.norm(vector.astype(float))  # float32 overflows
-                vectors.append(vector / np.float32(length or 1))
+                vectors[output.request] = vector / np.float32(length or 1)
         finally:
             for request in some:  # after an error, or when the client has left
                 worker.abort(request.id)
     tokens = sum(len(request.prompt) for request in requests)
     log.info("%s: %d embeddings of %d tokens", model.name, len(vectors), tokens)
-    return vectors, tokens
+    return [vectors[request.id] for request in requests], tokens
 
 
-async def _queued(worker: Worker, request: Request, waits: bool) -> OutputStream:
-    """The outputs of a request that was queued; `waits` for a place. Raises Busy and Dead."""
-    while True:
-        try:
-            return worker.submit(request)
-        except Busy as error:
-            if not waits:
-                raise
-            await asyncio.sleep(error.retry_after)
-
-
-def _request(model: Model, given: str | list[int], field: str) -> Request:
+def _request(model: TextModel, given: str | list[int], field: str) -> Request:
     """For the embedding of the input `field`. Raises RejectedRequest and ApiError."""
     ids = encode_prompt(model, given, field=field) if isinstance(given, str) else given
     room_for(model, ids, field)
@@ -112,7 +96,7 @@ def _request(model: Model, given: str | list[int], field: str) -> Request:
     return Request(id, tuple(ids), 1, model=model.name, pooling=pooling)
 
 
-def _pooling(model: Model) -> Pooling:
+def _pooling(model: TextModel) -> Pooling:
     """As the model's sentence-transformers files say; without them its last token. Raises ApiError
     for what cannot be done here."""
     path = model.server.paths[model.name]
@@ -125,3 +109,10 @@ def _pooling(model: Model) -> Pooling:
                 return how
     why = f"{model.name} makes its embeddings in a way that is not supported; serve another model"
     raise invalid("model", why)
+
+
+ENDPOINTS: Json = {
+    "POST /v1/embeddings": takes(Embeddings, create),
+    "POST /api/embed": takes(Embeddings, create),
+    "POST /api/embeddings": takes(OneEmbedding, create),
+}

@@ -53,20 +53,14 @@ class ApiError(Exception):
     headers: Mapping[str, str] | None = None
     details: Json | None = None
 
-    def body(self) -> Json:
-        """The body in OpenAI's format."""
-        error = {
-            "message": self.message,
-            "type": OPENAI_TYPES.get(self.status, "invalid_request_error"),
-            "param": self.param,
-            "code": self.code or CODES.get(self.status),
-        }
-        return {"error": error}
-
-    def anthropic(self) -> Json:
-        """The body in Anthropic's format."""
-        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+    def body(self, anthropic: bool = False) -> Json:
+        """The body in OpenAI's format, or in Anthropic's."""
+        types = ANTHROPIC_TYPES if anthropic else OPENAI_TYPES
+        kind = types.get(self.status, "invalid_request_error")
         error: Json = {"type": kind, "message": self.message}
+        if not anthropic:
+            code = self.code or CODES.get(self.status)
+            return {"error": error | {"param": self.param, "code": code}}
         if self.details:
             error["details"] = self.details
         return {"type": "error", "error": error}
@@ -77,15 +71,13 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     line = f"{scope['method']} {scope['path'][:200]}: {error.message}"
     log.info("%s (%d)", printable(line), error.status)
     scope["app"].state.server.metrics.refused[str(error.status)] += 1
-    body = error.body()
     path = re.sub("^(/v1)+(?=/)", "", scope["path"])
     if path.startswith("/api/"):
         status = 503 if error.status == 429 else error.status  # Ollama has no 429
         return JSONResponse({"error": error.message}, status, error.headers)
     # The header is sent by all of Anthropic's clients.
-    if path.startswith("/messages") or "anthropic-version" in Headers(scope=scope):
-        body = error.anthropic()
-    return JSONResponse(body, error.status, error.headers)
+    anthropic = path.startswith("/messages") or "anthropic-version" in Headers(scope=scope)
+    return JSONResponse(error.body(anthropic), error.status, error.headers)
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:

@@ -5,7 +5,9 @@ that launchd restarts it. Nothing heavy is imported before BLAS is loaded.
 """
 
 import asyncio
+import errno
 import gc
+import http.client
 import logging
 import os
 import shlex
@@ -14,8 +16,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
-from typing import NoReturn
+from ipaddress import ip_address
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -51,8 +56,7 @@ def serve_model(
         config = replace(config, host=host, port=port)
 
     def stop(*_: object) -> None:
-        for number in _signals():
-            signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
+        _on_signals(signal.SIG_IGN)  # closing a terminal sends two
         log.info("stopped while loading")
         end(0)
 
@@ -60,8 +64,7 @@ def serve_model(
         ended(status)
         _exit(status)
 
-    for number in _signals():
-        signal.signal(number, stop)  # until the event loop takes over
+    _on_signals(stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
         threading.stack_size(8 << 20)  # of the threads to come: llguidance recurses
         gc.disable()  # imports leave hardly any garbage, and looking for it takes a seventh of them
@@ -83,8 +86,7 @@ def follow(config: Config) -> NoReturn:
     from mlxspec.types import RankLost
 
     ranks = join(config.ranks)
-    for number in _signals():
-        signal.signal(number, signal.SIG_IGN)
+    _on_signals(signal.SIG_IGN)
 
     def lost(reason: str) -> None:
         log.critical("%s", reason)
@@ -107,6 +109,11 @@ def _signals() -> list[int]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     return numbers
+
+
+def _on_signals(do: Any) -> None:
+    for number in _signals():
+        signal.signal(number, do)
 
 
 def _exit(status: int) -> NoReturn:
@@ -162,8 +169,6 @@ def announce(text: str) -> None:
 def bind(config: Config) -> socket.socket:
     """The server's socket, not listening yet: while a model loads, connections are refused instead
     of hanging. Raises ConfigError."""
-    from mlxspec.server.address import why_not
-
     check_host(config.host, "--host")
     bound = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
@@ -189,8 +194,6 @@ def serve(app: Starlette, listener: socket.socket) -> int:
 
 async def _serve(app: Starlette, listener: socket.socket) -> int:
     worker, config = app.state.server.worker, app.state.server.config
-    from mlxspec.server.address import tell_who_reaches, why_not
-
     server = make_server(app, config)
     draining: list[asyncio.Future[None]] = []
 
@@ -227,7 +230,6 @@ async def _serve(app: Starlette, listener: socket.socket) -> int:
 
 def make_server(app: Starlette, config: Config) -> uvicorn.Server:
     """uvicorn with our connections, without its own log, and without its access log."""
-    from mlxspec.server.address import SERVER
     from mlxspec.server.connections import SPARE, Connection
 
     settings = uvicorn.Config(
@@ -271,3 +273,51 @@ def greeting(config: Config, models: Sequence[str], port: int) -> str:
 
 or open {url}/ in a browser
 """
+
+
+# ---- the address: who can reach it, and who has it already
+
+SERVER = "mlxspec"  # the value of the header Server in all responses
+ASK_S = 2.0  # for a server to say what it is
+ELSEWHERE = ("192.0.2.1", 9)  # an address for documentation; no packet is sent there
+
+
+def why_not(config: Config, error: Exception) -> str:
+    """What to do where the server cannot listen."""
+    why = f"host = {config.host!r}, port = {config.port}: "
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE and _is_ours(config):
+        return f"{why}mlxspec already runs there; see mlxspec status, or give another --port"
+    why += getattr(error, "strerror", None) or str(error)
+    if number in (errno.EADDRINUSE, errno.EACCES):
+        return f"{why}; give another --port (0: any)"
+    return f"{why}; give another --host, such as 127.0.0.1"
+
+
+def _is_ours(config: Config) -> bool:
+    """Whether it is an mlxspec that has the address."""
+    host = urlsplit(url_of(config.host, config.port)).hostname or ""
+    asked = http.client.HTTPConnection(host, config.port, timeout=ASK_S)
+    with closing(asked), suppress(OSError, http.client.HTTPException):
+        asked.request("GET", "/health")
+        return asked.getresponse().headers["Server"] == SERVER
+    return False
+
+
+def tell_who_reaches(listener: socket.socket, config: Config) -> None:
+    """Log the URL for other machines, where they reach the server; without a key as a warning."""
+    host, port = listener.getsockname()[:2]
+    ip = ip_address(host.partition("%")[0])
+    if ip.is_loopback:
+        return
+    if ip.is_unspecified:  # this machine's address in the network, or else its name
+        host = socket.gethostname()
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            asked.connect(ELSEWHERE)
+            host = asked.getsockname()[0]
+    url = url_of(host, port)
+    if config.api_key:
+        log.info("other machines reach the server at %s/v1, with the API key", url)
+        return
+    fix = "set --api-key, or --host 127.0.0.1"
+    log.warning("without an API key, every machine that reaches %s can use it; %s", url, fix)

@@ -39,7 +39,10 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
             _check_host(headers, config)
             if config.api_key and scope["path"] not in NO_KEY:
                 _check_key(headers, config.api_key)
-            _check_length(headers)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                # A proxy in front could go by the other end of the body (smuggling).
+                why = "the body has a Content-Length and a Transfer-Encoding; send one of them"
+                raise ApiError(400, why, headers={"Connection": "close"})
             if scope.get(FULL) and scope["path"] != HEALTH:
                 why = f"too many requests at the same time; send it again in {RETRY_S} s"
                 raise ApiError(503, why, headers={"Retry-After": str(RETRY_S)})
@@ -107,10 +110,3 @@ def _check_key(headers: Headers, key: str) -> None:
             return
     why = "the API key is missing or wrong; send it as Authorization: Bearer, or as x-api-key"
     raise ApiError(401, why, headers={"WWW-Authenticate": "Bearer"})
-
-
-def _check_length(headers: Headers) -> None:
-    """Refuse a body with two ends: a proxy in front could go by the other one (smuggling)."""
-    if "content-length" in headers and "transfer-encoding" in headers:
-        why = "the body has a Content-Length and a Transfer-Encoding; send one of them"
-        raise ApiError(400, why, headers={"Connection": "close"})

@@ -27,7 +27,7 @@ from mlxspec.text.history import History
 from mlxspec.text.proof import call_support
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.training.recorder import Recorder
-from mlxspec.types import Busy, Dead, ModelInfo, Sampling
+from mlxspec.types import Busy, Dead, ModelInfo, Sampling, Served
 
 T = TypeVar("T")
 
@@ -41,11 +41,11 @@ FAMILIES = ("claude-", "gpt-", "text-embedding-")
 
 MAX_NAME = 200  # characters
 
-Row = Json  # figures of one generation, made by Generation._row
+Row = Json  # figures of one generation, made by an Observer
 
 
-@dataclass(slots=True)
-class Model:
+@dataclass
+class TextModel:
     """The text side of one served model, whether or not its weights are loaded. `defaults` are its
     sampling settings. Only the text thread uses `history`, and asks `grammars`."""
 
@@ -58,11 +58,15 @@ class Model:
     history: History = field(default_factory=History)
 
     @property
+    def served(self) -> Served:
+        return self.server.worker.models[self.name]
+
+    @property
     def info(self) -> ModelInfo:
-        return self.server.worker.models[self.name].info
+        return self.served.info
 
 
-@dataclass(slots=True)
+@dataclass
 class ServerState:
     """What the endpoints of one server share. `paths` are the model directories by name, `note` a
     remark for /health, such as safe mode. `live` has a function for each running generation that
@@ -76,7 +80,7 @@ class ServerState:
     finished: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
     note: str = ""
     recorder: Recorder | None = None  # where answers are to be kept for training
-    models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded
+    models: dict[str, TextModel] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: int = 0  # that somebody waits for
     unread: int = 0  # bytes of bodies that are received and parsed
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
@@ -144,7 +148,7 @@ class ServerState:
             name = name.removesuffix(":latest")  # Ollama's clients add that
         if name in served:
             return str(name)
-        lenient = self.config.strict_model_names == "off" and len(name or "") <= MAX_NAME
+        lenient = not self.config.strict_model_names and len(name or "") <= MAX_NAME
         if name is None or name in ALIASES or (lenient and name.lower().startswith(FAMILIES)):
             return self.worker.info.name
         folder = "models--" + name.replace("/", "--")  # of the hub's cache
@@ -155,7 +159,7 @@ class ServerState:
         why = f"model = {name[:MAX_NAME]!r} is not served here; send {names} or 'default'"
         raise ApiError(404, why, param="model", code="model_not_found")
 
-    async def model(self, name: str | None) -> Model:
+    async def model(self, name: str | None) -> TextModel:
         """The model that `name` means. Raises ApiError 404 for an unknown name, UserError when its
         tokenizer cannot be loaded."""
         name = self.resolve_name(name)
@@ -177,14 +181,8 @@ class ServerState:
             # Loading the weights may change the vocabulary's size, and masks fit any.
             grammars = Grammars(tokenizer, self.worker.models[name].info.vocab)
             defaults = generation_defaults(path)
-            self.models[name] = Model(self, name, tokenizer, defaults, grammars, files)
+            self.models[name] = TextModel(self, name, tokenizer, defaults, grammars, files)
             log.info("%s: tools: %s", name, call_support(tokenizer))
-
-
-async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:
-    """Like ServerState.on_text_thread; raises ClientDisconnect."""
-    state: ServerState = http.app.state.server
-    return await while_connected(http, state.on_text_thread(work, *args))
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:

@@ -14,8 +14,6 @@ from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
 
-SSE = "text/event-stream"
-COMMENT = b": keep-alive\n\n"
 NO_OUTPUT = Output("", 0, ())
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -32,7 +30,7 @@ class Piece:
     finish: Finish | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Choice:
     """One answer of a request. `index` is the one that the client sees."""
 
@@ -59,7 +57,15 @@ class Choice:
         if output.finish is not None:
             text += reader.finish()
         self.finish = "stop" if reader.stopped is not None else output.finish
-        parts = self._parse(text)
+        parts = [Part("content", text)] if text else []
+        if self.parser:
+            parts = self.parser.feed(text)
+            if self.finish is not None:
+                parts += self.parser.finish(cut=self.finish == "length")
+        ends = [n for n, part in enumerate(parts, 1) if part.ends]
+        if self.single and ends:
+            del parts[ends[0] :], self.calls[1:]
+            self.finish = "stop"
         starts, reader.released = reader.released, []
         self._logprobs += output.logprobs
         logprobs = self._logprobs[: len(starts)]
@@ -68,20 +74,6 @@ class Choice:
         self.whole.logprobs += logprobs
         self.whole.starts += starts
         return Piece(parts, logprobs, starts, self.finish)
-
-    def _parse(self, text: str) -> list[Part]:
-        if self.parser is None:
-            return [Part("content", text)] if text else []
-        parts = self.parser.feed(text)
-        if self.finish is not None:
-            parts += self.parser.finish(cut=self.finish == "length")
-        if self.single:
-            for i, part in enumerate(parts):
-                if part.ends:
-                    del parts[i + 1 :], self.calls[1:]
-                    self.finish = "stop"
-                    break
-        return parts
 
     @property
     def calls(self) -> list[Call]:
@@ -122,7 +114,7 @@ def failure(output: Output) -> ApiError:
     return ApiError(500, f"the engine failed: {output.error}")
 
 
-@dataclass(slots=True)
+@dataclass
 class Usage:
     """The figures of a response: token counts, in `rounds` that sampled. Of `drafted` tokens,
     `kept` are part of the answers; `read` counts the prompt while it is read. `first` and `seconds`
@@ -145,12 +137,27 @@ class ResponseWriter(Protocol):
     """The format of one API; one per response, called in order."""
 
     id: str
+    media: str = "text/event-stream"
+    comment: bytes = b": keep-alive\n\n"  # empty where there are none
 
     def opening(self, usage: Usage) -> bytes:
         """The first events of a stream; only `usage.prompt` is known yet."""
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """The events of one piece, b"" if it has none."""
+
+    def progress(self, usage: Usage, asked: bool) -> bytes:
+        """How much of the prompt was read: a comment and, if `asked` for, llama.cpp's event."""
+        data = b": prompt %d of %d\n\n" % (usage.read, usage.prompt)
+        if asked:
+            counts = {
+                "total": usage.prompt,
+                "cache": usage.cached,
+                "processed": usage.read,
+                "time_ms": round(1e3 * usage.seconds),
+            }
+            data += event({"choices": [], "prompt_progress": counts})
+        return data
 
     def still_here(self) -> bytes:
         """An event without content, for clients that ignore comments."""

@@ -79,7 +79,7 @@ def serve(
             config = load(flags)
             log.setLevel(config.log_level.upper())
             if len(crashed) == SAFE_CRASHES:
-                config = replace(config, speculate="off", kernels="off")
+                config = replace(config, speculate=False, kernels=False)
                 note = f"safe mode: {SAFE_CRASHES} crashes in 10 minutes; no drafts, no kernels"
                 log.warning("%s; `mlxspec service restart` ends it", note)
             from mlxspec.server.process import serve_model  # fails in a broken installation

@@ -20,7 +20,7 @@ State = Literal["stopped", "unwell", "loading", "short of memory", "asleep", "bu
 DOWN: frozenset[State] = frozenset({"stopped", "unwell"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Status:
     """The server at `url`, and the service if that listens there. Without a version, the server
     was not asked or did not answer."""
@@ -44,9 +44,14 @@ class Status:
 
 def get_status(url: str, api_key: str = "") -> Status:
     """Ask the server at `url`."""
-    service = service_at(url)
-    if service == "waiting":
-        return Status(url, "asleep", service)
+    service: Service = "running"
+    installed = launchd.installed_url()
+    if installed != url:
+        service = "elsewhere" if installed else "not installed"
+    elif not launchd.is_loaded():
+        service = "stopped"
+    elif not crashes.is_running():
+        return Status(url, "asleep", "waiting")
     try:
         with request(url, api_key, "GET", "/page/now", timeout=TIMEOUT_S) as response:
             return parse(url, service, json.load(response))
@@ -57,18 +62,6 @@ def get_status(url: str, api_key: str = "") -> Status:
         return Status(url, "stopped", service, why)
     except ClientError as error:
         return Status(url, "unwell", service, str(error))
-
-
-def service_at(url: str) -> Service:
-    """The state of the service if it listens at `url`; "elsewhere" if it listens at another URL."""
-    installed = launchd.installed_url()
-    if not installed:
-        return "not installed"
-    if installed != url:
-        return "elsewhere"
-    if not launchd.is_loaded():
-        return "stopped"
-    return "running" if crashes.is_running() else "waiting"
 
 
 def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
@@ -95,11 +88,11 @@ def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
         url,
         state,
         service,
-        page["unwell"],
-        page["note"],
-        page["version"],
-        page["pid"],
-        states,
+        why=page["unwell"],
+        note=page["note"],
+        version=page["version"],
+        pid=page["pid"],
+        models=states,
         running=sum(one["stats"]["running"] for one in models),
         waiting=sum(one["stats"]["waiting"] for one in models),
         speed=sum(row["rate"] for row in live or rows[:1]),

@@ -142,6 +142,12 @@ class ChatFormat:
     think_start_tokens: tuple[int, ...]
     think_end_tokens: tuple[int, ...]
 
+    def reasoning_length(self, ids: Sequence[int]) -> int:
+        """How many tokens of an answer are up to the end of its reasoning; all if none ends it."""
+        n = len(self.think_end_tokens)
+        ends = (i for i in range(n, len(ids) + 1) if tuple(ids[i - n : i]) == self.think_end_tokens)
+        return next(ends, len(ids))
+
 
 @lru_cache(16)
 def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:

@@ -188,7 +188,7 @@ def test_the_head_of_each_is_named(tmp_path: Path) -> None:
 def test_drafts_that_are_off_are_not_named(tmp_path: Path) -> None:
     studio = tmp_path / ".lmstudio/models"
     packagings.write("embedded", studio / "x/embedded")
-    for settings in ({"draft": "off"}, {"speculate": "off"}):
+    for settings in ({"draft": "off"}, {"speculate": False}):
         assert listed(tmp_path, **settings)["x/embedded"].head == ""
 
 

@@ -219,7 +219,11 @@ def test_an_out_of_memory_load_that_cannot_be_helped_evicts_nobody(launched: Any
 
 def test_an_unloaded_model_reports_process_stats(launched: Any) -> None:
     worker = launched("a", 1)
-    asyncio.run(worker.unload("a"))
+
+    async def main() -> None:
+        await worker.unload("a")
+
+    asyncio.run(main())
     assert states(worker) == {"a": "unloaded"}
     assert worker.models["a"].stats.live_arrays > 0 and worker.models["a"].stats.blocks_free == 0
 
@@ -461,10 +465,13 @@ def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> N
         made, _ = paper(most)
         ended: dict[str, str] = {}
         order: list[str] = []
-        asked, calls = dict[str, str](), 0
+        asked, calls, commands = dict[str, str](), 0, dict[LoadCommand, str]()
 
         def note(outputs: list[Output]) -> None:
             for o in outputs:
+                if isinstance(o, module.Ended):
+                    ended[commands.pop(o.command)] = o.error or "stop"
+                    continue
                 assert o.request not in ended
                 ended[o.request] = str(o.finish)
 
@@ -485,7 +492,9 @@ def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> N
                     turn()
             else:
                 calls += 1
-                note(made.submit(LoadCommand(f"c{calls}", model, kind == "load")))
+                command = LoadCommand(model, kind == "load")
+                commands[command] = f"c{calls}"
+                note(made.submit(command))
         for _ in range(40 * len(orders) + 10):
             turn()
         assert not made.busy and set(ended) == {*asked, *(f"c{i + 1}" for i in range(calls))}
@@ -534,7 +543,7 @@ def test_nothing_refers_to_a_model_that_was_unloaded() -> None:
             weakref.ref(engine.scheduler.pool),
         ]
         del engine
-        made.submit(LoadCommand(f"c{i}", "a", False))
+        made.submit(LoadCommand("a", False))
         while made.busy:
             made.step()
         assert [ref() for ref in refs] == [None] * 3
@@ -565,7 +574,7 @@ def test_an_unload_frees_memory(smollm2: Path, tmp_path: Path) -> None:
         while made.busy:
             made.step()
         assert mx.get_active_memory() - before[0] >= size
-        made.submit(LoadCommand(f"c{i}", "a", False))
+        made.submit(LoadCommand("a", False))
         while made.busy:
             made.step()
         seen.append((mx.get_active_memory(), rss()))
@@ -582,10 +591,10 @@ def test_an_unload_frees_memory(smollm2: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wired", "working_set", "limits"),
-    [("off", 1 << 40, []), ("on", 1 << 40, [5000]), ("on", 3000, [3000])],
+    [(False, 1 << 40, []), (True, 1 << 40, [5000]), (True, 3000, [3000])],
 )
 def test_memory_is_wired_once_and_never_again(
-    wired: str, working_set: int, limits: list[int], launched: Any, monkeypatch: pytest.MonkeyPatch
+    wired: bool, working_set: int, limits: list[int], launched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is loaded later: a limit that changes while the GPU works panics macOS."""
     set_to: list[int] = []
@@ -612,15 +621,15 @@ def test_memory_is_wired_once_and_never_again(
 @pytest.mark.parametrize(
     ("darwin", "wired", "weights", "told"),
     [
-        (True, "off", 61, True),
-        (True, "off", 59, False),
-        (True, "on", 61, False),
-        (False, "off", 61, False),
+        (True, False, 61, True),
+        (True, False, 59, False),
+        (True, True, 61, False),
+        (False, False, 61, False),
     ],
 )
 def test_a_large_model_that_is_not_wired_is_told(
     darwin: bool,
-    wired: str,
+    wired: bool,
     weights: int,
     told: bool,
     launched: Any,

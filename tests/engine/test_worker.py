@@ -54,7 +54,7 @@ def test_finished_requests_are_dropped(worker: Worker) -> None:
         return before
 
     before = asyncio.run(main())
-    assert not worker._streams
+    assert not worker._mailboxes
     assert worker._progress > before
 
 
@@ -148,6 +148,20 @@ def test_a_full_queue_is_refused_with_a_time(worker: Worker) -> None:
     wait, done, again = asyncio.run(main())
     assert 1 <= wait <= 60
     assert all(d[-1].finish == "length" for d in done) and again[-1].finish == "length"
+
+
+def test_requests_are_queued_together_or_not_at_all(worker: Worker) -> None:
+    """What is left of the queue holds one of two requests: neither runs."""
+
+    async def main():
+        mailbox = worker.submit(*(tiny.request(f"r{i}", [1], 30) for i in range(11)))
+        with pytest.raises(Busy):
+            worker.submit(tiny.request("one", [1], 3), tiny.request("more", [1], 3))
+        assert ("one", 0) not in worker._mailboxes
+        return await collect(mailbox)
+
+    outputs = asyncio.run(main())
+    assert {o.request for o in outputs if o.finish == "length"} == {f"r{i}" for i in range(11)}
 
 
 def test_an_invalid_request_ends_alone(worker: Worker) -> None:
@@ -256,13 +270,13 @@ def test_unread_outputs_are_bounded(worker: Worker, monkeypatch: pytest.MonkeyPa
         stream = worker.submit(tiny.request("r", [1], 300, choices=2))
         other = worker.submit(tiny.request("other", [2], 20))
         async with asyncio.timeout(30):
-            while "r" in worker._streams or worker._busy:
+            while ("r", 0) in worker._mailboxes or worker._busy:
                 await asyncio.sleep(0.001)
-        held = stream._queue.qsize()
+        held = stream.unread.qsize()
         assert len(await collect(other)) == 20
         return held, await collect(stream)
 
     held, outputs = asyncio.run(main())
     assert 60 < held <= 64 and len(outputs) == held
     assert [(o.finish, o.fault) for o in outputs if o.finish] == [("error", "client")] * 2
-    assert not worker._streams and not tiny.stats(worker).running
+    assert not worker._mailboxes and not tiny.stats(worker).running

@@ -95,7 +95,7 @@ def test_memory_gb_is_the_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loader.meter, "held", lambda: (0, 0))  # other tests' models
     held = sum(p.stat().st_size for p in path.glob("*.safetensors"))
     asked = (memory.headroom() + held + (8 << 20)) / 2**30
-    info = load_engine(path, "tiny", settings(memory_gb=asked, speculate="off"))[1]
+    info = load_engine(path, "tiny", settings(memory_gb=asked, speculate=False))[1]
     assert 3 << 20 < info.kv_bytes <= 4 << 20, "half of what weights and headroom leave"
 
 
@@ -153,7 +153,7 @@ def test_a_context_of_one_token_is_refused(path: Path) -> None:
 
 
 def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
-    engine, info = load_engine(path, "tiny", settings(block_size=8, kv_blocks=400, speculate="off"))
+    engine, info = load_engine(path, "tiny", settings(block_size=8, kv_blocks=400, speculate=False))
     runner = engine.runner
     held = sum(pool.nbytes for pages in runner.pages() for pool in pages.pools())
     assert held < info.kv_bytes / 2
@@ -178,7 +178,7 @@ def test_a_pool_that_could_not_grow_tries_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of its layers had grown: nothing may be written behind the others' ends."""
-    engine, _ = load_engine(path, "tiny", settings(block_size=8, kv_blocks=400, speculate="off"))
+    engine, _ = load_engine(path, "tiny", settings(block_size=8, kv_blocks=400, speculate=False))
     runner, real, done = engine.runner, Pages.grow, []
 
     def short(self: Pages, blocks: int) -> None:
@@ -229,7 +229,7 @@ def test_the_next_start_uses_the_warmup_cache(
     assert isinstance(first.proposer, Proposer) and isinstance(second.proposer, Proposer)
     measured = [[list(x) for x in e.proposer.costs.measured] for e in (first, second)]
     assert measured[0] == measured[1]
-    load_engine(path, "tiny", replace(options, speculate="off"))  # forgets nothing
+    load_engine(path, "tiny", replace(options, speculate=False))  # forgets nothing
     with monkeypatch.context() as other:
         other.setitem(
             KERNELS.verdicts, "a 1", Verdict("plain", 1, 2)
@@ -260,7 +260,7 @@ def test_speculation_is_on_by_default(path: Path, cache: Path) -> None:
     e, _ = load_engine(path, "tiny", settings(block_size=16))
     assert isinstance(e.proposer, Proposer) and small_model(e.proposer) is None
     assert list((cache / "costs").iterdir()) and e.scheduler.pool.used == 0
-    off, _ = load_engine(path, "tiny", settings(block_size=16, speculate="off"))
+    off, _ = load_engine(path, "tiny", settings(block_size=16, speculate=False))
     assert isinstance(off.proposer, NoSpeculation)
 
 
@@ -370,7 +370,7 @@ def test_kernels_are_verified_at_load(path: Path, monkeypatch: pytest.MonkeyPatc
 
     case = Case("fake 1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
     monkeypatch.setattr(LayoutChoice, "cases", lambda *of: [case])
-    options = settings(block_size=16, speculate="off")
+    options = settings(block_size=16, speculate=False)
     load_engine(path, "tiny", options)
     assert not runs and KERNELS.verdicts["fake 1"].why == "no Metal here"
     monkeypatch.setattr(verify, "missing", lambda: "")

@@ -113,7 +113,7 @@ def test_a_model_keeps_to_its_share(
         "mlxspec.engine.memory.available", lambda: module.memory.headroom() + (64 << 20)
     )
     config = Config(
-        model=dirs[0], cache_dir=str(tmp_path), cache_gb=0, speculate="off", max_sequences=2
+        model=dirs[0], cache_dir=str(tmp_path), cache_gb=0, speculate=False, max_sequences=2
     )
     each = [resolve_model(replace(config, others=others)) for others in ((), ("two",))]
     whole, half = (model.load()[0].scheduler.pool.size for model in each)

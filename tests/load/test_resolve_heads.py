@@ -73,7 +73,7 @@ def test_every_head_has_one_card_and_a_target() -> None:
 def test_a_card_s_head_is_fetched(online: dict[str, Path], tmp_path: Path) -> None:
     assert resolved(tmp_path, model=MODEL) == SIDECAR
     assert resolved(tmp_path, model=MODEL, draft="off") is None
-    assert resolved(tmp_path, model=MODEL, speculate="off") is None
+    assert resolved(tmp_path, model=MODEL, speculate=False) is None
     assert resolve.models_of(Config(model=MODEL)) == [MODEL, HEAD]
     assert resolve.models_of(Config(model=MODEL, draft="off")) == [MODEL]
 
@@ -235,7 +235,7 @@ def test_draft_off_leaves_a_model_s_own_head(tmp_path: Path) -> None:
     model, _ = load(path)
     assert load_drafting(model, path, None, Config()).head is not None
     assert load_drafting(model, path, None, Config(draft="off")).head is None
-    assert load_drafting(model, path, None, Config(speculate="off")).head is None
+    assert load_drafting(model, path, None, Config(speculate=False)).head is None
 
 
 @pytest.mark.parametrize("part", [False, True])

@@ -5,7 +5,7 @@ No sleeps: a test waits for what it wants to see.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 from starlette.types import ASGIApp, Message
 
 from mlxspec.config import Config
+from mlxspec.engine.worker import Mailbox
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
 from mlxspec.types import (
@@ -32,23 +33,6 @@ from mlxspec.types import (
 
 INFO = ModelInfo("tiny", 512, 320, "rows", 16, 1 << 20, 1 << 20, 1_700_000_000)
 END = 299
-
-
-class Stream:
-    """What a test put in for one request."""
-
-    def __init__(self, n: int, queue: "asyncio.Queue[Output] | None" = None) -> None:
-        self.left, self.queue = n, queue or asyncio.Queue[Output]()
-
-    def __aiter__(self) -> "Stream":
-        return self
-
-    async def __anext__(self) -> Output:
-        if not self.left:
-            raise StopAsyncIteration
-        output = await self.queue.get()
-        self.left -= output.finish is not None
-        return output
 
 
 @dataclass
@@ -73,24 +57,24 @@ class Scripted:
     cached: int = 0
     submitted: list[Request] = field(default_factory=list)
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
-    streams: dict[str, Stream] = field(default_factory=dict)
+    mailboxes: dict[str, Mailbox] = field(default_factory=dict)  # by request
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     drained: list[float] = field(default_factory=list)
     stopped: int = 0
 
-    def submit(
-        self, request: Request, queue: "asyncio.Queue[Output] | None" = None
-    ) -> AsyncIterator[Output]:
+    def submit(self, *requests: Request) -> Mailbox:
         if not self.lives or self.ending:
             raise Dead("the engine has stopped")
         if self.busy:
             raise Busy(self.busy)
-        self.submitted.append(request)
-        stream = self.streams[request.id] = Stream(request.n, queue)
-        for output in () if self.holds else self.reply(request):
-            stream.queue.put_nowait(output)
+        mailbox = Mailbox(sum(request.n for request in requests))
+        for request in requests:
+            self.submitted.append(request)
+            self.mailboxes[request.id] = mailbox
+            for output in () if self.holds else self.reply(request):
+                mailbox.put(output)
         self.changed.set()
-        return stream
+        return mailbox
 
     def reply(self, request: Request) -> Iterator[Output]:
         """All outputs of a request, its choices in turn, cut at max_tokens."""
@@ -146,7 +130,7 @@ class Scripted:
         tokens = tuple(encode(self.tokenizer, text, special=False)) + (
             (END,) if finish == "stop" else ()
         )
-        self.streams[request.id].queue.put_nowait(
+        self.mailboxes[request.id].put(
             Output(request.id, index, tokens, (), finish, self.cached, 1, error)
         )
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.server.anthropic import endpoints
-from mlxspec.server.anthropic.writer import SIGNATURE
+from mlxspec.server import anthropic
+from mlxspec.server.anthropic import SIGNATURE
 from mlxspec.server.chat_request import Format
 from mlxspec.text.chat import render_chat
 from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
@@ -289,12 +289,12 @@ async def test_a_schema_for_the_answer_is_passed_on(
 ) -> None:
     asked: list[Any] = []
 
-    def chat_generation(made: Any, ask: Any) -> Any:
-        asked.append(made.body.format)
-        return real(made, ask)
+    def prepare_chat(model: Any, body: Any, *rest: Any) -> Any:
+        asked.append(body.format)
+        return real(model, body, *rest)
 
-    real = endpoints.chat_generation
-    monkeypatch.setattr(endpoints, "chat_generation", chat_generation)
+    real = anthropic.prepare_chat
+    monkeypatch.setattr(anthropic, "prepare_chat", prepare_chat)
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     form = {"type": "json_schema", "schema": schema}
     await ask(make(), output_config={"format": form, "effort": "high"}, stream=True, tools=[])

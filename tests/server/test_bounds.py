@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.config import Config, ConfigError
-from mlxspec.server import process
-from mlxspec.server.anthropic import schema as anthropic
+from mlxspec.server import anthropic, process
 from mlxspec.server.body import MAX_BODIES, MAX_ITEMS
 from mlxspec.server.openai import schema as openai
 from mlxspec.server.responses import schema as responses

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.config import Config
-from mlxspec.server.anthropic.schema import Messages
+from mlxspec.server.anthropic import Messages
 from mlxspec.server.body import parse
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import Chat
@@ -127,7 +127,7 @@ async def test_an_image_becomes_a_line(
 
 @pytest.mark.parametrize("place", list(IMAGES))
 async def test_strict_content_refuses_it_by_name(make: Make, place: Any) -> None:
-    s = make(Config(strict_content="on"))
+    s = make(Config(strict_content=True))
     path, body = place(IMAGES[place])
     answer = await s.post(path, body)
     assert answer.status == 400 and s.engine.submitted == []

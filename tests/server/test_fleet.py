@@ -124,7 +124,7 @@ async def test_each_has_its_own_tokenizer_window_and_template(
 
 
 async def test_an_unknown_name_is_told_what_there_is(make: Make) -> None:
-    s = make(Config(strict_model_names="on"))
+    s = make(Config(strict_model_names=True))
     for path in ("/v1/chat/completions", "/v1/models/load", "/v1/models/unload"):
         answer = await s.post(path, {"model": "gpt-9", "messages": MESSAGES})
         assert answer.status == 404 and answer.error["code"] == "model_not_found"
@@ -190,7 +190,7 @@ async def test_what_loading_brings_to_light(
     await s.engine.until(lambda: s.engine.submitted)
     request = s.engine.submitted[0]
     output = replace(s.engine.output(request, 0, (), "error"), error="why not", fault=fault)
-    s.engine.streams[request.id].queue.put_nowait(output)
+    s.engine.mailboxes[request.id].put(output)
     answer = await connection.answer()
     error = answer.events[-1]["error"] if stream else answer.error
     assert "why not" in error["message"] and error["code"] == code

@@ -116,20 +116,6 @@ async def test_a_full_queue(make: Callable[..., Server], stream: bool) -> None:
         assert "try again in 7 s" in answer.error["message"]
 
 
-async def test_a_queue_that_fills_up_half_way(make: Callable[..., Server]) -> None:
-    s = make(holds=True)
-    plain = s.engine.submit
-
-    def submit(request: Any, queue: Any) -> Any:
-        s.engine.busy = 3 * bool(s.engine.submitted)
-        return plain(request, queue)
-
-    s.engine.submit = submit  # type: ignore[method-assign]
-    answer = await s.complete(prompt=["hello", "you"])
-    assert answer.status == 429
-    assert (s.engine.submitted[0].id, None) in s.engine.aborted
-
-
 async def test_a_dead_engine(make: Callable[..., Server]) -> None:
     answer = await make(lives=False).chat(stream=True)
     assert answer.status == 503 and answer.error["type"] == "server_error"
@@ -357,8 +343,8 @@ async def test_no_pause_loses_an_output(make: Callable[..., Server], count: int)
     for n in range(50):
         for request in s.engine.submitted:
             end: Finish | None = "length" if n == 49 else None
-            queue = s.engine.streams[request.id].queue
-            queue.put_nowait(Output(request.id, 0, (64 + n % 20,), finish=end))
+            mailbox = s.engine.mailboxes[request.id]
+            mailbox.put(Output(request.id, 0, (64 + n % 20,), finish=end))
             await asyncio.sleep(0.0005 * (n % 5))
     answer = await connection.answer()
     texts = [""] * count

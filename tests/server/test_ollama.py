@@ -366,10 +366,10 @@ async def test_an_image_becomes_a_line(make: Make) -> None:
     line = "[image left out: this model reads text only]\n"
     for count, request in zip((2, 1), s.engine.submitted, strict=True):
         assert line * count + "What is it?" in s.engine.tokenizer.decode(request.prompt)
-    strict = await ask(make(Config(strict_content="on")), messages=[turn])
+    strict = await ask(make(Config(strict_content=True)), messages=[turn])
     assert strict.status == 400 and "messages[0].content[0]" in strict.json["error"]
     for plain in ({"raw": True}, {"suffix": "b"}):
-        s = make(Config(strict_content="on"))
+        s = make(Config(strict_content=True))
         strict = await ask(s, "/api/generate", images=["aGVsbG8="], **plain)
         assert strict.status == 400 and "images with raw" in strict.json["error"]
         assert s.engine.submitted == []

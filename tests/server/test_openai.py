@@ -149,7 +149,7 @@ async def test_names_that_agents_have_built_in_mean_this_model(
     make: Callable[..., Server], name: str | None
 ) -> None:
     assert (await make().chat(model=name)).json["model"] == "tiny"
-    strict = make(config=Config(strict_model_names="on"))
+    strict = make(config=Config(strict_model_names=True))
     assert (await strict.chat(model=name)).status == (200 if name in ("default", None) else 404)
 
 

@@ -252,15 +252,16 @@ async def test_what_has_ended_is_bounded(make: Make) -> None:
     assert [row["id"] for row in rows] == ids[: -state.MAX_FINISHED - 1 : -1]
 
 
-def test_what_runs_comes_first(make: Make) -> None:
+async def test_what_runs_comes_first(make: Make) -> None:
     """However much has ended."""
     row = {"id": "a", "outcome": ""}
-    book, running = make().app.state.server, state.MAX_FINISHED + 9
+    s, running = make(), state.MAX_FINISHED + 9
+    book = s.app.state.server
     for i in range(running):
         book.live[str(i)] = lambda i=i: row | {"id": str(i)}
     for i in range(state.MAX_FINISHED + 1):
         book.finished.appendleft(row | {"id": f"e{i}"})
-    ids = [r["id"] for r in page.snapshot(book)["requests"]]
+    ids = [r["id"] for r in (await snapshot(s))["requests"]]
     assert ids[:running] == [str(i) for i in reversed(range(running))]
     assert ids[running:] == [f"e{i}" for i in range(state.MAX_FINISHED, 0, -1)]
 

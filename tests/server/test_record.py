@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(tokenizer: Any, model_dir: Path, tmp_path: Path) -> Callable[..., Server]:
-    def make(record: str = "on", **script: Any) -> Server:
+    def make(record: bool = True, **script: Any) -> Server:
         config = Config(record=record, cache_dir=str(tmp_path))
         return server(tokenizer, model_dir, config, **script)
 
@@ -87,7 +87,7 @@ def start(model: Path, tmp_path: Path, bare_settings: None) -> Iterator[Callable
 async def test_an_answer_is_kept_as_token_ids(
     start: Callable[..., Any], model: Path, folder: Path
 ) -> None:
-    app = start(record="on", name="my/model")
+    app = start(record=True, name="my/model")
     prompt = list(range(64, 90))
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
     answer = (await Connection(app, COMPLETIONS, body).answer()).json
@@ -113,7 +113,7 @@ async def test_an_answer_is_kept_as_token_ids(
 async def test_an_answer_that_its_client_left_is_not_kept(
     start: Callable[..., Any], model: Path, folder: Path
 ) -> None:
-    app = start(record="on")
+    app = start(record=True)
     long = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
     connection = Connection(app, COMPLETIONS, long)
     await connection.until(b'"text"')

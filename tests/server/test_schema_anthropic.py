@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.server.anthropic.schema import Messages, Prompt, chat_messages
+from mlxspec.server.anthropic import Messages, Prompt, chat_messages
 from mlxspec.server.body import MAX_STOPS, parse
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import UNSUPPORTED

@@ -159,10 +159,10 @@ def test_a_full_queue_is_tried_again(agent: Any, anyio_backend: str) -> None:
         assert caught.value.response.headers["retry-after"] == "1"
         submit, tries = s.engine.submit, []
 
-        def once_more(request: Any, queue: Any) -> Any:
+        def once_more(request: Any) -> Any:
             tries.append(request)
             s.engine.busy = 2 - len(tries)
-            return submit(request, queue)
+            return submit(request)
 
         s.engine.submit = once_more  # type: ignore[method-assign]
         assert client.with_options(max_retries=1).messages.create(**ASK).stop_reason == "end_turn"

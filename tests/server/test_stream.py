@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxspec.server.errors import ApiError
+from mlxspec.server.openai.completions import CompletionWriter, usage_object
 from mlxspec.server.openai.schema import Chat, Completion
-from mlxspec.server.openai.writer import CompletionWriter, usage_object
 from mlxspec.server.stream import Choice, Piece, Usage, usage
 from mlxspec.text.chat import encode
 from mlxspec.text.detokenizer import Detokenizer
@@ -25,7 +25,7 @@ def dialect(tokenizer: Any, chat: bool = True, **body: Any) -> CompletionWriter:
     said = {"messages": [1]} if chat else {"prompt": "a", "n": 2}
     request = (Chat if chat else Completion).model_validate(said | body)
     model: Any = SimpleNamespace(name="m", tokenizer=tokenizer)
-    return CompletionWriter(model, request, chat, "x", 1)
+    return CompletionWriter(model, request, "x", chat, 1)
 
 
 ASKED = Request("a", (1, 2, 3), 50)

@@ -11,6 +11,7 @@ from mlxspec.server.body import (
     FIRST,
     MAX_STOPS,
     TEXT_PART,
+    Body,
     Count,
     Fraction,
     Items,
@@ -22,7 +23,7 @@ from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json, invalid
 from mlxspec.text.messages import listed
-from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, UNLIMITED
+from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 MAX_PROMPTS = 32
 MAX_INPUTS = 2048
@@ -63,7 +64,7 @@ UNSUPPORTED: Json = {
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = dict[Annotated[Token, Field(strict=False)], Bias]
-BUDGET = Field(default=UNLIMITED, ge=0)  # of tokens
+Budget = Annotated[int, Field(ge=0)]  # of tokens
 Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]  # alternatives for each token
 
 
@@ -127,13 +128,12 @@ class Prediction(Strict):
     content: Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS), TEXT_PART]
 
 
-class Common(Strict):
+class Common(Body):
     """The fields that all endpoints share which generate. `alternatives`, here and below, is the
     number of top log-probabilities for each token; None if none are wanted."""
 
     unsupported: ClassVar[Json] = UNSUPPORTED
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -141,7 +141,7 @@ class Common(Strict):
     max_tokens: Annotated[Count | None, UNSET] = None
     max_completion_tokens: Annotated[Count | None, UNSET] = None
     max_output_tokens: Annotated[Count | None, UNSET] = None
-    stop: Annotated[Stops, BeforeValidator(listed)] = Field([])
+    stop: Annotated[Stops, BeforeValidator(listed)] = []
     stop_token_ids: Annotated[list[Token], FIRST] = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -163,6 +163,11 @@ class Common(Strict):
         return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
     @property
+    def progress(self) -> bool:
+        """Whether a stream tells how much of the prompt was read in events."""
+        return self.return_progress or self.stream_options.include_progress
+
+    @property
     def alternatives(self) -> int | None:
         return None
 
@@ -171,7 +176,7 @@ class Reasoning(Strict):
     """How much to reason: a word that a template may know, or a number of tokens."""
 
     effort: str | None = None
-    max_tokens: int = BUDGET
+    max_tokens: Budget | None = None
 
 
 class TemplateFields(Strict):
@@ -179,7 +184,7 @@ class TemplateFields(Strict):
 
     reasoning_effort: str | None = None
     reasoning: Reasoning = Reasoning()
-    chat_template_kwargs: Json = Field({})
+    chat_template_kwargs: Json = {}
 
     @property
     def options(self) -> Json:
@@ -301,12 +306,11 @@ class Infill(Fill):
         return None if self.n_predict < 0 else max(1, self.n_predict)
 
 
-class Embeddings(Strict):
+class Embeddings(Body):
     """`input` is like a completion's prompt. `place`: what errors call one of the inputs."""
 
     place: ClassVar[str] = "input[{}]"
 
-    model: str | None = None
     input: Annotated[
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_INPUTS)] | str,
         ONE_OR_MORE,

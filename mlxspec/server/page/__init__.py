@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from mlxspec import __version__
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.metrics import PROCESS
-from mlxspec.server.errors import HttpRequest, Json
+from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState
 
 FILES = ("index.html", "page.css", "page.js", "charts.js", "chat.js", "icon.svg")
@@ -44,17 +44,14 @@ async def file(http: HttpRequest) -> Response:
 
 
 async def now(http: HttpRequest) -> Response:
-    """A snapshot, for the page, `mlxspec status` and the menu bar."""
-    return JSONResponse(snapshot(http.app.state.server), headers=HEADERS)
-
-
-def snapshot(server: ServerState) -> Json:
-    """All that the page shows: counters since the start, bytes, seconds of the monotonic clock.
-    Of the requests those that run come first, the newest first."""
+    """All that the page shows, for `mlxspec status` and the menu bar too: counters since the start,
+    bytes, seconds of the monotonic clock. Of the requests those that run come first, the newest
+    first."""
+    server: ServerState = http.app.state.server
     worker, models = server.worker, list(server.worker.models.values())
     live = [make() for make in reversed(server.live.values())]
     process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
-    return {
+    body = {
         "version": __version__,
         "pid": os.getpid(),
         "time": round(time.monotonic(), 3),
@@ -67,3 +64,4 @@ def snapshot(server: ServerState) -> Json:
         "requests": [*live, *server.finished],
         "kernels": {name: asdict(one) for name, one in list(KERNELS.verdicts.items())},
     }
+    return JSONResponse(body, headers=HEADERS)

@@ -10,15 +10,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp
 
-from mlxspec.server.body import IGNORED, receive
-from mlxspec.server.chat_request import ChatRequest, chat_generation, prompt_length
+from mlxspec.server.body import IGNORED, takes
+from mlxspec.server.chat_request import ChatRequest, prepare_chat, prompt_length
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.generate import Generation
+from mlxspec.server.generate import Generation, respond
 from mlxspec.server.responses.schema import Create, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
-from mlxspec.server.state import Model, run_on_text_thread
+from mlxspec.server.state import TextModel
 from mlxspec.text.messages import listed
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
@@ -42,7 +41,7 @@ DEFAULTS: Json = {
 }
 
 
-@dataclass(slots=True)
+@dataclass
 class Store:
     """Responses by id, least recently used first, each with the items of the conversation before
     it, and their size."""
@@ -82,17 +81,14 @@ class Store:
 
     def resolve(self, items: list[Json]) -> None:
         """Replace each item_reference by the item it names. Raises ApiError 404."""
-        wanted = {
-            i: str(item.get("id"))
-            for i, item in enumerate(items)
-            if item.get("type") == "item_reference"
-        }
-        names, stored = set(wanted.values()), {}
-        for response, before, _ in self._stored.values() if names else ():
-            for item in (*before, *response["output"]):
-                if item["id"] in names:
-                    stored[item["id"]] = item
-        for i, id in wanted.items():
+        stored: Json = {}
+        for i, item in enumerate(items):
+            if item.get("type") != "item_reference":
+                continue
+            if not stored:
+                for response, before, _ in self._stored.values():
+                    stored |= {each["id"]: each for each in (*before, *response["output"])}
+            id = str(item.get("id"))
             if id not in stored:
                 raise _missing(id, f"input[{i}].id")
             items[i] = stored[id]
@@ -103,10 +99,9 @@ def _missing(id: str, param: str | None = None) -> ApiError:
     return ApiError(404, why, param, "not_found")
 
 
-async def create(http: HttpRequest) -> ASGIApp:
+async def create(http: HttpRequest, body: Create, model: TextModel) -> Response | Generation:
     """A response; of /v1/responses/input_tokens only the length of its prompt."""
     store: Store = http.app.state.responses
-    body, model = await receive(http, Create)
     before = store.conversation(body.previous_response_id)
     items = body.input
     store.resolve(items)
@@ -126,16 +121,31 @@ async def create(http: HttpRequest) -> ASGIApp:
         budget=body.reasoning.max_tokens,
     )
     if http.url.path.endswith("/input_tokens"):
-        count = await run_on_text_thread(http, prompt_length, model, asked)
-        found = {"object": "response.input_tokens", "input_tokens": count}
-        return JSONResponse(found)
-    response = _response(model, body)
+        count = await model.server.on_text_thread(prompt_length, model, asked)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+    names = {*DEFAULTS, "temperature", "top_p"}
+    # As JSON: an infinite number becomes null.
+    given = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
+    response: Json = {
+        **DEFAULTS,
+        "temperature": model.defaults.temperature,
+        "top_p": model.defaults.top_p,
+        **json.loads(given),
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model.name,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
     by_name = {tool.name: tool for tool in tools.values()} | tools
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
-    made = Generation(model, body, writer)
-    return await run_on_text_thread(http, chat_generation, made, asked)
+    return await respond(model, body, writer, prepare_chat, asked)
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -174,23 +184,9 @@ def _stored(item: Json) -> Json:
     return item
 
 
-def _response(model: Model, body: Create) -> Json:
-    """The response before there is an answer: the request's fields, or their defaults. An infinite
-    number in them becomes null."""
-    names = {*DEFAULTS, "temperature", "top_p"}
-    given = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
-    return {
-        **DEFAULTS,
-        "temperature": model.defaults.temperature,
-        "top_p": model.defaults.top_p,
-        **json.loads(given),
-        "id": f"resp_{secrets.token_hex(16)}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model.name,
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "usage": None,
-    }
+ENDPOINTS: Json = {
+    "POST /v1/responses": takes(Create, create),
+    "POST /v1/responses/input_tokens": takes(Create, create),
+    "GET,DELETE /v1/responses/{id}": stored,
+    "GET /v1/responses/{id}/input_items": input_items,
+}

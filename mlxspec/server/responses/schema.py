@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Strict, validate, wrong
+from mlxspec.server.body import Many, Parts, Strict, validate, wrong
 from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
@@ -31,8 +31,6 @@ HOSTED_TOOLS = frozenset(
     " apply_patch".split()
 )
 GAP = "\n\n"  # between two messages, or two summaries, that become one text
-
-Objects = Annotated[list[Json], FIRST, Field(max_length=MAX_ITEMS)]
 
 
 class TextFormat(openai.JsonSchema):
@@ -61,8 +59,8 @@ class Tool(Named):
 
     type: Literal["function", "custom"]
     description: str = ""
-    parameters: Json = Field(default={"type": "object", "properties": {}})
-    format: Json = Field(default={})
+    parameters: Json = {"type": "object", "properties": {}}
+    format: Json = {}
 
     @property
     def definition(self) -> Json:
@@ -81,7 +79,7 @@ class Tool(Named):
 
 class Namespace(Strict):
     name: str
-    tools: Objects
+    tools: Many[Json]
 
 
 def _message(value: Any) -> Any:
@@ -98,12 +96,12 @@ class Reasoning(openai.Reasoning):
 
 class Create(openai.Common, openai.TemplateFields):
     n: Literal[1] = 1
-    input: Annotated[Objects, Field(min_length=1), READABLE, BeforeValidator(_message)]
+    input: Annotated[Many[Json], Field(min_length=1), READABLE, BeforeValidator(_message)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     metadata: Json | None = None
-    tools: Objects = Field([])
+    tools: Many[Json] = []
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
@@ -146,20 +144,17 @@ class Part(Strict):
     refusal: str = ""
 
 
-Parts = Annotated[list[Part], FIRST, TEXT_PART]
-
-
 class Message(Strict):
     role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    content: Parts[Part]
 
     def chat(self) -> Json:
         return {"role": self.role, "content": _text(self.content)}
 
 
 class ReasoningItem(Strict):
-    summary: Parts = Field([])
-    content: Parts = Field([])
+    summary: Parts[Part] = []
+    content: Parts[Part] = []
 
     def chat(self) -> Json:
         text = _text(self.content or self.summary, GAP)
@@ -183,7 +178,7 @@ class ToolCall(Named):
 
 class CallOutput(Strict):
     call_id: str
-    output: Parts
+    output: Parts[Part]
 
     def chat(self) -> Json:
         return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}

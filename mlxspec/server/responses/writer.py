@@ -4,12 +4,12 @@ Rule: the body is the response in the last event of the stream, so both are made
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.responses.schema import Tool
-from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
+from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage, typed_event
 from mlxspec.text.chat import Tokenizer
 from mlxspec.text.formats import format_of
 from mlxspec.text.output_parser import Call, Part
@@ -19,19 +19,22 @@ from mlxspec.text.tool_calls import as_object
 NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ItemType:
     """How items of one type are written: the prefix of their ids, the field with the text, the name
     of the text's events. Where `part` is set, the field is a list of one part, with events of its
-    own, and the part's `text_key` has the text."""
+    own, and the part's `text` has the text."""
 
     prefix: str
     key: str
     text_event: str
-    text_key: str
     part_event: str = ""
     part: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)  # fields of the text's events
+
+    @property
+    def text_key(self) -> str:
+        return "text" if self.part else self.key
 
 
 TYPES = {
@@ -39,26 +42,24 @@ TYPES = {
         "msg",
         "content",
         "output_text",
-        "text",
-        "content_part",
-        {"type": "output_text", "annotations": [], "logprobs": []},
-        {"logprobs": []},
+        part_event="content_part",
+        part={"type": "output_text", "annotations": [], "logprobs": []},
+        extra={"logprobs": []},
     ),
     "reasoning": ItemType(  # as a summary, the form that clients show and send back
         "rs",
         "summary",
         "reasoning_summary_text",
-        "text",
-        "reasoning_summary_part",
-        {"type": "summary_text"},
+        part_event="reasoning_summary_part",
+        part={"type": "summary_text"},
     ),
-    "function_call": ItemType("fc", "arguments", "function_call_arguments", "arguments"),
-    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input", "input"),
+    "function_call": ItemType("fc", "arguments", "function_call_arguments"),
+    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input"),
 }
 
 
-@dataclass(slots=True)
-class ResponsesWriter:
+@dataclass
+class ResponsesWriter(ResponseWriter):
     """The ResponseWriter of /v1/responses. `response` has no answer until the end, when `store` is
     called with it."""
 
@@ -98,7 +99,10 @@ class ResponsesWriter:
         if choices[0].finish == "length":
             status, details = "incomplete", {"reason": "max_output_tokens"}
         self._close(status)
-        reasoning = self._reasoning_tokens(choices[0].ids)
+        reasoning, ids = 0, choices[0].ids
+        if any(item["type"] == "reasoning" for item in self._output):
+            form = format_of(self.tokenizer)
+            reasoning = form.reasoning_length(ids) if form.think_start else 0
         counts = {
             "input_tokens": usage.prompt,
             # Writing to the cache costs nothing.
@@ -181,16 +185,6 @@ class ResponsesWriter:
         self._event("output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         self._item, self._call = {}, None
-
-    def _reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """Tokens up to the end of the reasoning, or all of them if no token ends it."""
-        thought = any(item["type"] == "reasoning" for item in self._output)
-        if not thought or not format_of(self.tokenizer).think_start:
-            return 0
-        end: int = self.tokenizer.find_think_end(ids)  # type: ignore[no-untyped-call]
-        if end < 0:
-            return len(ids)
-        return end + len(format_of(self.tokenizer).think_end_tokens)
 
 
 def new_id(kind: str) -> str:

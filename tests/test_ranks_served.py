@@ -107,7 +107,10 @@ class Served:
     def others(self) -> list[int]:
         """The processes of the other ranks; not the one that compiles grammars."""
         rows = subprocess.run(
-            ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+            ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         found = [row.split(maxsplit=2) for row in rows.splitlines() if trial.__name__ not in row]
         return [int(pid) for pid, parent, *_ in found if int(parent) == self.process.pid]

@@ -92,6 +92,14 @@ def model(kind: str) -> Any:
     return made
 
 
+def load_all(ranks: ProcessGroup, kind: str) -> Any:
+    """All ranks: load their parts, for which each waits for the others; this one's."""
+    if ranks.rank == 0:
+        ranks.call("", "load_all", kind)
+        ranks.flush()
+    return model(kind)
+
+
 def lead(ranks: ProcessGroup) -> None:
     """Rank 0: answer calls until there are no more."""
     build = tiny.engine
@@ -106,7 +114,7 @@ def lead(ranks: ProcessGroup) -> None:
 
     tiny.engine = engine
     tiny.Runner = runner_type(ranks, "")
-    test_lossless.model = model
+    test_lossless.model = functools.partial(load_all, ranks)
     for line in sys.stdin:
         name, args = json.loads(line)
         answer: dict[str, Any] = {"failed": "", "result": None}
@@ -155,7 +163,7 @@ def logits(ranks: ProcessGroup, kind: str) -> dict[str, Any]:
 def overlap(ranks: ProcessGroup, kind: str, layout: str, sequences: int, n: int) -> dict[str, Any]:
     """Of plain decoding: messages and bytes for each step, and whether each step after the first
     was told before the one in front of it was read."""
-    e = tiny.engine(model(kind), layout=layout, budget=64)
+    e = tiny.engine(load_all(ranks, kind), layout=layout, budget=64)
     events: list[tuple[str, int]] = []
     e.trace = lambda event, step: events.append((event, step))
     for i in range(sequences):
@@ -226,7 +234,7 @@ def no_memory(*_: Any, **__: Any) -> Any:
     raise OutOfMemory("it needs more", 1)
 
 
-CALLS = {"logits": logits, "overlap": overlap, "load_and_fail": load_and_fail}
+CALLS = {"load_all": load_all, "logits": logits, "overlap": overlap, "load_and_fail": load_and_fail}
 
 if __name__ == "__main__":
     mx.set_default_device(mx.cpu)

@@ -63,14 +63,18 @@ def load_engine(
     drafting = load_drafting(model, path, draft, config)
     size, context = weights(model), context_of(files, config.context)
     _check_same(path, f"{files} {size} {context}", config, group)
-    make = partial(make_plan, config, context, free=_free_on_all(config, reserved, group))
-    _check_fits(model, size, drafting, make, config.kv_bits, group)
-    _read_weights(model, drafting, group)
+    # What loaded models may still take is known to rank 0 alone.
+    free = min(group.gather(free_bytes(config))) - max(group.gather(reserved))
+    plan_for = partial(drafting.plan, partial(make_plan, config, context, free=free), size)
+    _check_fits(model, plan_for, config.kv_bits, group)
+    with group.together():
+        load_weights(model, group)
+    drafting.load_weights()
     cache = _find_layout(model, path, config, group)
     drafting.fit_to(cache.layout)
-    cases = _recall_kernels(model, cache.layout, drafting, config)
-    plan = drafting.plan(make, size, cache.layout.cache_bytes)  # what the layouts really keep
-    prompts = PromptStore(path, name, config, _check_pools(plan, cache.layout, config, group))
+    cases = _recall_kernels(model, cache.layout, drafting, config, group)
+    plan = plan_for(cache.layout.cache_bytes)  # with what the layouts really keep
+    prompts = PromptStore(path, name, config, _agree_on_pools(plan, cache.layout, config, group))
     runner = runner_type(group, name)
     engine, info = _build(model, name, cache.layout, plan, context, config, runner)
     known = Measuring(engine, cache, cases, verdict_file(config), drafting, prompts)
@@ -95,34 +99,15 @@ def _check_same(path: Path, facts: str, config: Config, group: ProcessGroup) -> 
     group.same(fingerprint(path, {}, mtime=False), "weights")
 
 
-def _free_on_all(config: Config, reserved: int, group: ProcessGroup) -> int:
-    """What the model may take on the rank that has least. What loaded models may still take is
-    known to rank 0 alone."""
-    free: int = min(group.gather(free_bytes(config))) - max(group.gather(reserved))
-    return free
-
-
 def _check_fits(
-    model: Module,
-    size: int,
-    drafting: Drafting,
-    make: Callable[..., MemoryPlan],
-    kv_bits: int,
-    group: ProcessGroup,
+    model: Module, plan_for: Callable[..., MemoryPlan], kv_bits: int, group: ProcessGroup
 ) -> None:
-    """Check that weights of `size` bytes and the least caches fit into memory, before the weights
-    are read. Raises OutOfMemory."""
-    drafting.plan(make, size)  # the weights alone: with some models, geometry() reads weights
+    """Check that weights and the least caches fit into memory, before weights are read. Raises
+    OutOfMemory."""
+    plan_for()  # the weights alone: with some models, geometry() reads weights
     group.gather("planned")
-    drafting.plan(make, size, geometry(model, kv_bits, group))
+    plan_for(geometry(model, kv_bits, group))
     group.gather("planned")  # a rank without memory says so before the others read arrays
-
-
-def _read_weights(model: Module, drafting: Drafting, group: ProcessGroup) -> None:
-    """Read all weights into memory. Raises UnsupportedModel."""
-    with group.together():
-        load_weights(model, group)
-    drafting.load_weights()
 
 
 def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
@@ -140,18 +125,21 @@ def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup)
 
 
 def _recall_kernels(
-    model: Module, layout: LayoutChoice, drafting: Drafting, config: Config
+    model: Module, layout: LayoutChoice, drafting: Drafting, config: Config, group: ProcessGroup
 ) -> list[Case]:
     """The kernels of the model and of what drafts, whose K/V are not quantized; those that earlier
-    starts found to be faster are used from now on."""
+    starts found to be faster are used from now on. A group of several has none, as the results of
+    all must be equal to the last bit."""
     cases = []
-    if config.kernels == "auto":
+    if group.group:
+        log.info("%s: no kernels of our own", group)
+    elif config.kernels == "auto":
         cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
     recall(cases, verdict_file(config))
     return cases
 
 
-def _check_pools(
+def _agree_on_pools(
     plan: MemoryPlan, layout: LayoutChoice, config: Config, group: ProcessGroup
 ) -> dict[str, str]:
     """What the K/V of this rank depend on; those of all must be alike. Raises UnsupportedModel."""

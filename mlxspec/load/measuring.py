@@ -6,8 +6,7 @@ the next idle moment. Nothing is drafted before steps are measured.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mlxspec import log
@@ -162,47 +161,31 @@ class Measuring:
     def _acceptance_rate(
         self, proposer: Proposer, head: HeadDrafter, tap: Tap, check: Check
     ) -> float:
-        """Of drafts of one token in a few answers, with the head reading the hidden state `tap`."""
+        """Of drafts of one token in a few answers, with the head reading the hidden state `tap`.
+        They leave no trace in the prefix cache and the engine's counters."""
         assert proposer.costs
         once = replace(proposer.costs, factors={})  # what steps take now says nothing
         trial = Proposer(once, [head], depth=1)
-        with self._apart(trial), _reading(head, tap):
+        counts = SpecDecodeMetrics()
+        engine = replace(self.engine, proposer=trial, counters=Counter(), spec_metrics=counts)
+        usual, sharing = head.taps, engine.scheduler.sharing
+        head.use((tap,))
+        engine.scheduler.sharing = False
+        try:
             for n in range(TRIED_ANSWERS):
                 sampling = Sampling(temperature=TRIED_TEMPERATURE, seed=n)
                 prompt = n + 1, n + 2
-                self.engine.add(Request(f"try-{n}", prompt, TRIED_TOKENS - 2, sampling))
-            while self.engine.busy:
+                engine.add(Request(f"try-{n}", prompt, TRIED_TOKENS - 2, sampling))
+            while engine.busy:
                 check()
-                self.engine.step()
-            if not trial.drafters:
-                raise RuntimeError("it failed in a trial")
-            counts = self.engine.spec_metrics
-            return counts.accepted.total() / max(1, counts.drafted.total())
-
-    @contextmanager
-    def _apart(self, proposer: Proposer) -> Iterator[None]:
-        """An engine that drafts by `proposer`, for requests that leave no trace in its prefix cache
-        and its counters; those that were not finished are aborted."""
-        engine = self.engine
-        kept = engine.counters, engine.spec_metrics, engine.proposer, engine.scheduler.sharing
-        engine.counters, engine.spec_metrics = Counter(), SpecDecodeMetrics()
-        engine.proposer, engine.scheduler.sharing = proposer, False
-        try:
-            yield
+                engine.step()
         finally:
             for n in range(TRIED_ANSWERS):
                 engine.abort(f"try-{n}")
             while engine.busy:
                 engine.step()
-            engine.counters, engine.spec_metrics = kept[:2]
-            engine.proposer, engine.scheduler.sharing = kept[2:]
-
-
-@contextmanager
-def _reading(head: HeadDrafter, tap: Tap) -> Iterator[None]:
-    usual = head.taps
-    head.use((tap,))
-    try:
-        yield
-    finally:
-        head.use(usual)
+            engine.scheduler.sharing = sharing
+            head.use(usual)
+        if not trial.drafters:
+            raise RuntimeError("it failed in a trial")
+        return counts.accepted.total() / max(1, counts.drafted.total())

@@ -42,12 +42,8 @@ class ResolvedModel:
         self, reserved: int = 0, group: ProcessGroup = ALONE, measure_idle: bool = False
     ) -> tuple[Engine, ModelInfo]:
         """`reserved`: bytes that other models may still take; `measure_idle`: what a first start
-        measures is left to idle moments. A group of several has no kernels of our own, as the
-        results of all must be equal to the last bit."""
+        measures is left to idle moments."""
         config = self.config
-        if group.group:
-            log.info("%s: no kernels of our own", group)
-            config = replace(config, kernels="off")
         draft = self.draft.path if self.draft else None
         if not config.draft:  # a head may have been trained or deleted since the server started
             draft = learned_head(Resolved(self.path, self.name), cache_of(config)) or draft

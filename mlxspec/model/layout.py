@@ -28,7 +28,7 @@ from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
 from mlxspec.model.parallel import ALONE, ProcessGroup, split
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
-from mlxspec.progress import Report, progress
+from mlxspec.progress import progress
 from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
 
 # Fastest first; the flag: one sequence at a time.
@@ -271,44 +271,38 @@ def find_layout(
     """The fastest layout, or `wanted`, that reproduces mlx-lm's logits with K/V as computed;
     `cache_bytes` are those with `kv_bits`. Raises UnsupportedModel, naming why each layout was
     refused, or that K/V cannot be quantized."""
-    with progress("Checking how it can be batched") as report, group.together():
-        return _find_layout(model, wanted, kv_bits, group, report)
-
-
-def _find_layout(
-    model: Module, wanted: str, kv_bits: int, group: ProcessGroup, report: Report
-) -> LayoutChoice:
-    report(0, 2 * len(LAYOUTS))
-    reference, caches = reference_logits(model)
     refused: dict[str, None] = {}
     sure = True
-    for (layout, lone), rollback in product(LAYOUTS, (True, False)):
-        report(1 + len(refused), 2 * len(LAYOUTS))
-        if wanted not in ("auto", layout):
-            continue
-        try:
-            runner = Runner(model, layout, BLOCK, BLOCKS, lone=lone, rollback=rollback)
-            if not (rollback or runner.states.layers):
-                continue  # the same as with rollback
-            with group.together():
-                error = logits_error(probe_logits(runner), reference)
-        except Exception as failure:  # the model's own code decides what it raises
-            error = line_of(failure)
-            sure = sure and not isinstance(failure, RuntimeError)
-        if error:
-            alone = ", one sequence at a time" if lone and layout != "solo" else ""
-            refused[f"{layout}{alone}: {error}"] = None
-            continue
-        return LayoutChoice(
-            layout,
-            runner.trunk is not None,
-            lone,
-            _cache_bytes(runner, caches, kv_bits),
-            reference[0].shape[-1],
-            tuple(refused),
-            rollback,
-            sure,
-        )
+    with progress("Checking how it can be batched") as report, group.together():
+        report(0, 2 * len(LAYOUTS))
+        reference, caches = reference_logits(model)
+        for (layout, lone), rollback in product(LAYOUTS, (True, False)):
+            report(1 + len(refused), 2 * len(LAYOUTS))
+            if wanted not in ("auto", layout):
+                continue
+            try:
+                runner = Runner(model, layout, BLOCK, BLOCKS, lone=lone, rollback=rollback)
+                if not (rollback or runner.states.layers):
+                    continue  # the same as with rollback
+                with group.together():
+                    error = logits_error(probe_logits(runner), reference)
+            except Exception as failure:  # the model's own code decides what it raises
+                error = line_of(failure)
+                sure = sure and not isinstance(failure, RuntimeError)
+            if error:
+                alone = ", one sequence at a time" if lone and layout != "solo" else ""
+                refused[f"{layout}{alone}: {error}"] = None
+                continue
+            return LayoutChoice(
+                layout,
+                runner.trunk is not None,
+                lone,
+                _cache_bytes(runner, caches, kv_bits),
+                reference[0].shape[-1],
+                tuple(refused),
+                rollback,
+                sure,
+            )
     raise UnsupportedModel(
         "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused)
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -21,6 +22,7 @@ from mlxspec.model.sampler import Sampled
 from mlxspec.types import STATE, Draft, Entry, Plan, Request, Sampling, Seq, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
+NUMBERS = count(1)  # of what followers hold, of all models
 GOES_ON = 0  # a sequence's recurrent state follows from its last step
 
 
@@ -53,7 +55,7 @@ class MirroredRunner(Runner):
 
     def _number(self, held: Any) -> int:
         """A number for what the followers hold as long as this rank does."""
-        number = next(self._group.numbers)
+        number = next(NUMBERS)
         finalize(held, self._group.call, self._name, "drop", [], number)
         return number
 

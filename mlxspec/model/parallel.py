@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from math import inf
 from typing import Any
 from zlib import crc32
@@ -102,7 +101,6 @@ class ProcessGroup:
     size: int = 1
     level: int = 0  # the worst memory pressure of the others
     ended: bool = False  # rank 0 has said so
-    numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of what followers hold
     # Samples of each step, until they are in the checksum.
     samples: deque[Array] = field(default_factory=deque)
     _checksum: int = 0

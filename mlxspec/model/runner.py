@@ -101,7 +101,7 @@ class Runner:
         # A head's layers: the blocks hold their K and V as well, and all are grown, copied and
         # saved together.
         self.adopted: Sequence[Pages] = ()
-        self.complete = True  # blocks hold all that they did at first: no head has failed
+        self.complete = True  # no head has failed, whose K and V blocks would lack
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Without a trunk there are none,

@@ -65,7 +65,7 @@ class Drafting:
         """What the model caches, `own`, and what is kept for drafting. Its K/V lie under the ids of
         the blocks for full attention."""
         kept = CacheBytes()
-        if self.head and self.head.cached:
+        if self.head:
             kept = self.head.cached
         elif self.fit:
             kept = self.fit.cache_bytes

@@ -4,7 +4,7 @@ Rule: a kind is a loader, which returns a HeadModel, and a Pass; all else is the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -107,4 +107,4 @@ class HeadModel:
     slot_offset: int = 1
     depth: int = MAX_CHAIN
     tries_taps: bool = False
-    cached: CacheBytes | None = None  # what it caches, once it is loaded
+    cached: CacheBytes = field(default_factory=CacheBytes)  # once it is loaded

@@ -138,6 +138,11 @@ class MirroredRunner(Runner):
         self._group.flush()  # no step may follow for long
         return super().export(group, contents)
 
+    def host(self, exported: Sequence[mx.array]) -> dict[str, Any]:
+        with self._group.together():
+            mx.eval(exported)
+        return super().host(exported)
+
     def start_read(self, key: bytes) -> None:
         self._call("read", key.hex())
         self._group.flush()
@@ -149,7 +154,9 @@ class MirroredRunner(Runner):
         return all(each == found[0] for each in found)
 
     def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
-        placed, number = super().place(group, blocks, arrays, which), 0
+        number = 0
+        with self._group.together():
+            placed = super().place(group, blocks, arrays, which)
         if group == STATE:
             placed = self._snapshot(placed)
             number = placed.number

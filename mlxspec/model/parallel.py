@@ -27,6 +27,7 @@ from mlx.core import array as Array
 from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxspec import log
 from mlxspec.types import UnsupportedModel, UserError, line_of
 
 WORDS = 1024  # int32 of a message; where that is too few, another follows
@@ -292,12 +293,15 @@ class ProcessGroup:
     def _lost(self, why: str | Exception) -> RankLost:
         """Which rank is gone, as far as this process can know; an error may be its own."""
         time.sleep(EXIT_S)
+        if ended := _why_ended(self.children):
+            return RankLost(ended)
         beside = {(self.rank + step) % self.size for step in (1, -1)}
         gone = f"rank {' or '.join(map(str, beside))} is gone"
         if isinstance(why, Exception):
+            log.error("this rank has failed, or another one", exc_info=why)
             gone += f", or rank {self.rank} has failed"
             why = line_of(why)
-        return RankLost(_why_ended(self.children) or f"{gone}: {why}")
+        return RankLost(f"{gone}: {why}")
 
 
 ALONE = ProcessGroup()  # one process holds all of a model

@@ -27,7 +27,7 @@ from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.load.loader import load_engine  # noqa: E402
 from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model.mirror import Follower  # noqa: E402
-from mlxspec.model.parallel import Ranks, join  # noqa: E402
+from mlxspec.model.parallel import ProcessGroup, join  # noqa: E402
 from mlxspec.types import Request, Sampling  # noqa: E402
 
 PROMPT = tuple(range(1000, 1032))
@@ -77,28 +77,30 @@ def ours(engine: Engine, name: str, tokens: int) -> tuple[float, list[int]]:
     return (time.perf_counter() - began) / (len(answer) - 1), answer
 
 
-def follow(follower: Follower, ranks: Ranks) -> None:
+def follow(follower: Follower, ranks: ProcessGroup) -> None:
     """Another rank: do what rank 0 tells until one answer is done."""
     while True:
-        match message := ranks.receive(0):
-            case {"step": _}:
-                follower.step(message)
-            case {"events": events}:
-                follower.apply(events)
-            case {"done": _}:
+        for _, what, *args in ranks.receive(0):
+            if what == "done":
                 return
+            follower.call(what, *args)
 
 
-def measure(path: Path, config: Config, ranks: Ranks, tokens: int, rounds: int) -> None:
+def tell_done(ranks: ProcessGroup) -> None:
+    ranks.call("", "done")
+    ranks.flush()
+
+
+def measure(path: Path, config: Config, ranks: ProcessGroup, tokens: int, rounds: int) -> None:
     model: Any = load_model(path, lazy=True)[0]
     model.shard(ranks.group)
     mx.eval(model.parameters())
-    engine, _ = load_engine(path, "bench", config, ranks=ranks)
+    engine, _ = load_engine(path, "bench", config, group=ranks)
     if ranks.rank:
-        follower = Follower(engine.runner, ranks)
+        follower = Follower(engine, ranks)
         follow(follower, ranks)  # rank 0 warms up
     else:
-        ranks.send({"done": True})
+        tell_done(ranks)
     ratios = []
     for number in range(rounds + 1):
         lm_seconds, expected = theirs(model, tokens)
@@ -106,7 +108,7 @@ def measure(path: Path, config: Config, ranks: Ranks, tokens: int, rounds: int) 
             follow(follower, ranks)
             continue
         seconds, answer = ours(engine, str(number), tokens)
-        ranks.send({"done": True})
+        tell_done(ranks)
         assert answer == expected
         if number:  # the first compiles
             ratios.append(seconds / lm_seconds)

@@ -219,10 +219,6 @@ class InvalidRequest(UserError):
     """A request that this server cannot run."""
 
 
-class RankLost(UserError):
-    """Another process that holds a part of the model is gone, or computes something else."""
-
-
 class UnsupportedModel(UserError):
     """A model, draft model or layout that cannot be used here."""
 

@@ -28,12 +28,12 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.load import loader, resolve  # noqa: E402
+from mlxspec.load import loader, manager  # noqa: E402
 from mlxspec.load.resolve import ResolvedModel  # noqa: E402
 from mlxspec.model.layout import weights  # noqa: E402
-from mlxspec.model.mirror import Follower, Mirror  # noqa: E402
-from mlxspec.model.parallel import Ranks, join, split  # noqa: E402
-from mlxspec.types import OutOfMemory, RankLost, UnsupportedModel, UserError  # noqa: E402
+from mlxspec.model.mirror import Follower, runner_type  # noqa: E402
+from mlxspec.model.parallel import ProcessGroup, RankLost, join, split  # noqa: E402
+from mlxspec.types import OutOfMemory, UnsupportedModel, UserError  # noqa: E402
 from tests import architectures, test_lossless, tiny  # noqa: E402
 
 MORE_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4}
@@ -92,22 +92,29 @@ def model(kind: str) -> Any:
     return made
 
 
-def lead(ranks: Ranks) -> None:
+def load_all(ranks: ProcessGroup, kind: str) -> Any:
+    """All ranks: load their parts, for which each waits for the others; this one's."""
+    if ranks.rank == 0:
+        ranks.call("", "load_all", kind)
+        ranks.flush()
+    return model(kind)
+
+
+def lead(ranks: ProcessGroup) -> None:
     """Rank 0: answer calls until there are no more."""
     build = tiny.engine
 
     def engine(m: Any, proposer: Any = None, **options: Any) -> Engine:
-        ranks.send({"load": [m.kind, options]})
+        ranks.call("", "load", m.kind, options)
+        ranks.flush()
         made = build(m, **options)
         if proposer:
             made.proposer = proposer
-        made.runner.mirror = mirror = Mirror(ranks, "")
-        if made.scheduler.kv.states is not None:
-            made.scheduler.kv.states.copy = mirror.keep
         return made
 
     tiny.engine = engine
-    test_lossless.model = model
+    tiny.Runner = runner_type(ranks, "")
+    test_lossless.model = functools.partial(load_all, ranks)
     for line in sys.stdin:
         name, args = json.loads(line)
         answer: dict[str, Any] = {"failed": "", "result": None}
@@ -122,27 +129,26 @@ def lead(ranks: Ranks) -> None:
     ranks.end()
 
 
-def follow(ranks: Ranks) -> None:
+def follow(ranks: ProcessGroup) -> None:
     follower = None
-    while True:
-        match message := ranks.receive(0):
-            case {"load": [kind, options]}:
-                made = tiny.engine(model(kind), **options)
-                follower = Follower(made.runner, ranks)
-            case {"step": _}:
+    while not ranks.ended:
+        for _, what, *args in ranks.receive(0):
+            if what == "load":
+                kind, options = args
+                follower = Follower(tiny.engine(model(kind), **options), ranks)
+            elif what in CALLS:
+                CALLS[what](ranks, *args)
+            elif what != "end":
                 assert follower
-                follower.step(message)
-            case {"call": [name, args]}:
-                CALLS[name](ranks, *args)
-            case {"end": _}:
-                return
+                follower.call(what, *args)
 
 
-def logits(ranks: Ranks, kind: str) -> dict[str, Any]:
+def logits(ranks: ProcessGroup, kind: str) -> dict[str, Any]:
     """All ranks: checksums of their logits, bytes of their weights; and on rank 0 how far its
     logits are from those of the whole model."""
     if ranks.rank == 0:
-        ranks.send({"call": ["logits", [kind]]})
+        ranks.call("", "logits", kind)
+        ranks.flush()
     found = np.array(model(kind)(mx.array([PROMPT])))
     whole = tiny.model(kind)
     expected = np.array(whole(mx.array([PROMPT])))
@@ -154,10 +160,10 @@ def logits(ranks: Ranks, kind: str) -> dict[str, Any]:
     }
 
 
-def overlap(ranks: Ranks, kind: str, layout: str, sequences: int, n: int) -> dict[str, Any]:
+def overlap(ranks: ProcessGroup, kind: str, layout: str, sequences: int, n: int) -> dict[str, Any]:
     """Of plain decoding: messages and bytes for each step, and whether each step after the first
     was told before the one in front of it was read."""
-    e = tiny.engine(model(kind), layout=layout, budget=64)
+    e = tiny.engine(load_all(ranks, kind), layout=layout, budget=64)
     events: list[tuple[str, int]] = []
     e.trace = lambda event, step: events.append((event, step))
     for i in range(sequences):
@@ -186,12 +192,13 @@ def overlap(ranks: Ranks, kind: str, layout: str, sequences: int, n: int) -> dic
     }
 
 
-def load_and_fail(ranks: Ranks, path: str, cache: str, how: str) -> str:
+def load_and_fail(ranks: ProcessGroup, path: str, cache: str, how: str) -> str:
     """All ranks load a model, which fails on one of them: what rank 0 raises then."""
     chosen = ResolvedModel("m", Path(path), None, Config(cache_dir=cache, speculate=False))
     models = {"m": chosen}
     if ranks.rank == 0:
-        ranks.send({"call": ["load_and_fail", [path, cache, how]]})
+        ranks.call("", "load_and_fail", path, cache, how)
+        ranks.flush()
         if how == "no memory":
             loader.make_plan = no_memory
     elif how == "another model":
@@ -201,7 +208,7 @@ def load_and_fail(ranks: Ranks, path: str, cache: str, how: str) -> str:
     elif how != "no memory":
         loader.load_weights = functools.partial(read_half, how)
     try:
-        resolve._follower(models, "m", ranks) if ranks.rank else chosen.load(0, ranks)
+        manager.load_follower(models, "m", ranks) if ranks.rank else chosen.load(0, ranks)
     except RankLost as error:
         if ranks.rank:
             os._exit(3)
@@ -216,7 +223,7 @@ def read_half(how: str, model: Any, heard: Any) -> None:
     mx.eval(arrays[: len(arrays) // 2])
     if how == "killed":
         killed()
-    raise UnsupportedModel("the weights cannot be read")
+    raise UnsupportedModel("the weights cannot be read") from RuntimeError("damaged")
 
 
 def killed(*_: Any) -> Any:
@@ -227,7 +234,7 @@ def no_memory(*_: Any, **__: Any) -> Any:
     raise OutOfMemory("it needs more", 1)
 
 
-CALLS = {"logits": logits, "overlap": overlap, "load_and_fail": load_and_fail}
+CALLS = {"load_all": load_all, "logits": logits, "overlap": overlap, "load_and_fail": load_and_fail}
 
 if __name__ == "__main__":
     mx.set_default_device(mx.cpu)

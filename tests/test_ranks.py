@@ -1,6 +1,7 @@
 """Several processes that share a model give the tokens of one, by ==, whatever the batch and the
 drafter."""
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.model import parallel
-from mlxspec.model.parallel import WORDS, Ranks, join
+from mlxspec.model.parallel import WORDS, ProcessGroup, join
 from mlxspec.types import UserError
 from tests.drafters import OTHER_HEADS
 from tests.model.test_layout import save
@@ -127,15 +128,16 @@ def test_a_rank_that_is_silent_while_loading_is_missed(monkeypatch: pytest.Monke
     monkeypatch.setattr(parallel, "LOAD_S", 0.2)
     monkeypatch.setattr(parallel, "WATCH_S", 0.01)
     monkeypatch.setattr(parallel, "EXIT_S", 0.0)
-    ranks = Ranks(mx.distributed.init())  # of one process
-    lost: list[str] = []
+    ranks = ProcessGroup(mx.distributed.init())  # of one process
+    lost: list[parallel.RankLost] = []
     ranks.watch(lost.append)
-    ranks.send({"load": "model"})
+    ranks.call("model", "load")
+    ranks.flush(math.inf)
     time.sleep(0.3)
     assert not lost
     ranks.gather("facts")
     time.sleep(0.5)
-    assert lost == ["rank 0 is gone: no message for 0 s"]
+    assert list(map(str, lost)) == ["rank 0 is gone: no message for 0 s"]
 
 
 def test_a_rank_that_ends_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from mlxspec.cache.disk import DiskCache
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine.engine import Engine
-from mlxspec.model.transfer import Transfer
 from mlxspec.types import Output
 from tests import tiny
 
@@ -16,7 +15,7 @@ def attach(e: Engine, root: Path) -> DiskCache:
     tiny.run(e)
     e.reset()
     disk = DiskCache(root, "c0ffee00", 1 << 28)
-    e.offloader = e.scheduler.offloader = KVOffloader(disk, e.scheduler.kv, Transfer(e.runner))
+    e.offloader = e.scheduler.offloader = KVOffloader(disk, e.scheduler.kv, e.runner)
     return disk
 
 

@@ -23,7 +23,6 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import ModelManager, ModelSlot, Start
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.recurrent import own as own_state
 from mlxspec.model.runner import Layout, Runner, pools_of
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import NoSpeculation, Speculator
@@ -254,7 +253,7 @@ def engine(
     groups = KVCacheManager(
         BlockPool(blocks, block),
         [Window(w, BlockPool(n, block)) for w, n in sizes.items()],
-        StateCache(states, STRIDE, own_state) if stateful else None,
+        StateCache(states, STRIDE, runner.keep) if stateful else None,
     )
     if not whole:
         runner.grow_on_demand(lambda: [pool.highest for pool in groups.pools])

@@ -7,7 +7,7 @@ content and is found there by the ordinary prefix match; the rest is computed.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -32,14 +32,14 @@ Job = Iterator[bool]  # goes on with each poll: whether that did something
 
 @dataclass(slots=True)
 class KVOffloader:
-    """Copies between `disk` and one model's `cache`; `transfer` is its model.transfer.Transfer.
+    """Copies between `disk` and one model's `cache`; `runner` is its model.runner.Runner.
 
     Chains are saved one after the other, prompts restored one after the other. Engine thread only.
     If anything fails, the disk is not used until the next start."""
 
     disk: DiskCache
     cache: KVCacheManager
-    transfer: Any
+    runner: Any
     broken: bool = False
     _polls: int = 0
     _saves: deque[Job] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
@@ -62,8 +62,6 @@ class KVOffloader:
                 return restored
             return self._save_next() or restored
         except Exception:
-            if self.transfer.mirror:  # the other ranks would go on
-                raise
             log.exception("the prefix cache on disk failed; it is not used until the next start")
             self.broken = True
             self._saves.clear()
@@ -110,21 +108,24 @@ class KVOffloader:
         for number, first in (*firsts, (STATE, 0)):
             size = 1  # a file holds one state
             if number != STATE:
-                bytes_each = max(1, self.transfer.block_bytes(number))  # 0: no K/V of its own
+                bytes_each = max(1, self.runner.block_bytes(number))  # 0: no K/V of its own
                 size = max(1, min(RUN_BLOCKS, RUN_BYTES // bytes_each))
             for start in range(first, len(hashes), size):
                 contents = self._unsaved(number, hashes[start : start + size])
                 if contents:
-                    exported = self.transfer.export(number, contents)
+                    exported = self.runner.export(number, contents)
                     yield True  # the device copies them meanwhile
-                    arrays = self.transfer.host(exported)
-                    self.disk.save(Run(tuple(contents), arrays))
+                    self.write(contents, exported)
         self.disk.touch(hashes)
+
+    def write(self, contents: Mapping[bytes, Any], exported: Any) -> None:
+        """Hand what was exported, by key on disk, to the writer."""
+        self.disk.save(Run(tuple(contents), self.runner.host(exported)))
 
     def _unsaved(self, number: int, hashes: Hashes) -> dict[bytes, Any]:
         """What memory has and the disk lacks, by key on disk: blocks of a pool, or states."""
         found: dict[bytes, Any] = {}
-        if not self.transfer.complete:  # the next start would miss a head's arrays
+        if not self.runner.complete:  # the next start would miss a head's arrays
             return found
         for key in hashes:
             name = _disk_key(key, number)
@@ -200,11 +201,9 @@ class KVOffloader:
             if self._in_memory(number, hashes[i]) is None:
                 lacking[_disk_key(hashes[i], number)] = number, i
         files = self.disk.touch(lacking)
-        mirror = self.transfer.mirror
         for n, file in enumerate(files):
             read = self.disk.read(file)
-            if mirror:
-                mirror.read(bytes.fromhex(file.stem))
+            self.runner.start_read(bytes.fromhex(file.stem))
             until = time.monotonic() + MAX_WAIT_S
             try:
                 while not read.done():
@@ -214,7 +213,7 @@ class KVOffloader:
             finally:
                 read.cancel()
             run = read.result()
-            if run and mirror and not mirror.found(run.keys):
+            if run and not self.runner.all_read(run.keys, MAX_WAIT_S):
                 for each in files[n:]:  # to be saved again by all
                     self.disk.discard(each)
                 return
@@ -244,14 +243,14 @@ class KVOffloader:
         number, first = next(iter(found.values()))
         if number == STATE:
             assert self.cache.states is not None
-            self.cache.states.put((hashes[first], ()), self.transfer.place_state(run.arrays))
+            self.cache.states.put((hashes[first], ()), self.runner.place(STATE, (), run.arrays, ()))
             return True
         pool = self.cache.pools[number]
         blocks = pool.allocate(len(found))
         if blocks is None:
             return False
         try:
-            self.transfer.place(number, blocks, run.arrays, list(found))
+            self.runner.place(number, blocks, run.arrays, list(found))
             for block, (_, i) in zip(blocks, found.values(), strict=True):
                 start = i * pool.block_size
                 tokens = tuple(seq.tokens[start : start + pool.block_size])

@@ -274,8 +274,7 @@ class Engine:
             for seq in self.scheduler.running:
                 self.offloader.save(seq)
             self.offloader.close(seconds)
-            if self.runner.mirror:
-                self.runner.mirror.flush()
+        self.runner.close(seconds)
 
     def reset(self) -> None:
         """Clear the prefix cache, the drafters' memory and the counters of an idle engine."""

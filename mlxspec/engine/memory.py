@@ -109,7 +109,7 @@ class MemoryMonitor:
     """
 
     clock: Callable[[], float] = time.monotonic
-    others: Callable[[], int] = lambda: NORMAL  # the level of other ranks
+    others: Callable[[], int] = lambda: NORMAL  # the level of other processes
     level: int = NORMAL
     footprint: int = 0  # bytes of this process, for the metrics
     _read: float = -math.inf  # time of the last reading

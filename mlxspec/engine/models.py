@@ -17,14 +17,13 @@ from mlxspec import log
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.model import meter
-from mlxspec.model.parallel import Ranks
+from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.types import (
     Check,
     Finish,
     ModelInfo,
     OutOfMemory,
     Output,
-    RankLost,
     Request,
     Served,
     Stats,
@@ -108,7 +107,7 @@ class ModelManager:
     clock: Callable[[], float] = time.monotonic
     monitor: memory.MemoryMonitor = field(default_factory=memory.MemoryMonitor)
     load_on_request: bool = False
-    ranks: Ranks = field(default_factory=Ranks)
+    group: ProcessGroup = ALONE
     wired: bool = False  # the first model that is loaded
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Order] = field(default_factory=deque)  # the first is next
@@ -138,11 +137,9 @@ class ModelManager:
         given up until the next start."""
         for engine in self._engines():
             try:
-                engine.work_idle(check)
-            except Exception as error:
-                told = self.ranks.explain(error)
-                if isinstance(told, RankLost):
-                    raise told from error
+                with self.group.together():
+                    engine.work_idle(check)
+            except Exception:
                 log.exception("measuring failed; the next start tries it again")
                 engine.idle_work = None
 
@@ -152,19 +149,17 @@ class ModelManager:
             if slot.engine:
                 slot.engine.close(CLOSE_S)
                 slot.engine = None
-        self.ranks.end()
+        self.group.end()
 
     def poll(self) -> None:
         """While idle: check the engines' invariants, evict caches if memory is short, and after
         RELEASE_S give back the buffers that steps have left."""
-        self.ranks.send({})
+        self.group.poll()
         if meter.held()[1] and self.clock() - max(slot.used for slot in self.slots) > RELEASE_S:
             meter.trim()
         for engine in self._engines():
             engine.check()
             engine.housekeep()
-            if engine.runner.mirror:
-                engine.runner.mirror.flush()  # evictions by memory pressure
 
     def snapshot(self) -> dict[str, Served]:
         """All models by name, the default first."""
@@ -179,7 +174,7 @@ class ModelManager:
                 live_arrays=meter.arrays(),
                 memory_pressure=self.monitor.level,
                 footprint_bytes=self.monitor.footprint,
-                ranks=self.ranks.size,
+                ranks=self.group.size,
             )
             served[slot.info.name] = Served(
                 slot.info,
@@ -291,7 +286,7 @@ class ModelManager:
                 slot.used = self.clock()
                 own = slot.engine
                 if not own.busy:  # it only saves blocks, which a slow disk may hold up
-                    self.ranks.remind()
+                    self.group.poll()
                 alone = not any(each.busy for each in self._engines() if each is not own)
                 return [*own.step(alone)]
         return []
@@ -304,8 +299,6 @@ class ModelManager:
             self._start(slot)
         except OutOfMemory as error:
             reason, slot.need = str(error), error.need
-        except RankLost:
-            raise
         except UserError as error:
             reason = str(error)
         except Exception as error:  # the model's own code, or MLX without memory
@@ -314,14 +307,12 @@ class ModelManager:
         self.loading = ""
         if not reason:
             return self._dispatch_waiting()
-        self.ranks.send({"unload": slot.info.name})
         release_memory()  # only now, because the traceback held arrays
         if slot.need and self._lacks_memory(slot):
             return self._choose_evictions()  # now that the need is known
         return self._fail(slot, reason)
 
     def _start(self, slot: ModelSlot) -> None:
-        self.ranks.send({"load": slot.info.name})
         slot.engine, info = slot.start()
         slot.engine.monitor = self.monitor
         slot.engine.counters = slot.counters
@@ -359,7 +350,6 @@ class ModelManager:
         )
         slot.engine.close(UNLOAD_S)
         slot.engine = None
-        self.ranks.send({"unload": slot.info.name})
         release_memory()
         log.info("%s: unloaded", slot.info.name)
 

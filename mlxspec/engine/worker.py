@@ -27,7 +27,6 @@ from mlxspec.types import (
     Interrupted,
     ModelInfo,
     Output,
-    RankLost,
     Request,
     Served,
     UnsupportedModel,
@@ -235,21 +234,18 @@ class Worker:
         try:
             self._deliver(outputs)
         except Exception as error:  # a client would wait for the lost outputs for ever
-            self._die(error)
+            self.die(error)
             self.stop(0.0)
 
-    def lose(self, reason: str) -> None:
-        """Another rank is gone and the engine's thread may wait for it for ever; for any thread."""
-        self._die(RankLost(reason))
-
-    def _die(self, error: BaseException) -> None:
-        """Fail all requests, or the launch; for any thread. The first error counts."""
+    def die(self, error: BaseException) -> None:
+        """Fail all requests, or the launch; for any thread. The first error counts. After one that
+        is no Exception the engine's thread may wait for ever."""
         if self._error is not None:
             return
         self._error = error
         reason = line_of(error)
         if self._started.is_set():
-            trace = None if isinstance(error, RankLost) else error
+            trace = error if isinstance(error, Exception) else None
             log.critical("the engine thread died: %s", reason, exc_info=trace)
         self._started.set()
         self._call_loop(lambda: self._end_all("error", reason))
@@ -262,13 +258,14 @@ class Worker:
             manager.launch()
             self._publish([])
             self._started.set()
-            while self._turn(manager):
-                pass
+            with manager.group.together():
+                while self._turn(manager):
+                    pass
         except BaseException as failure:
-            self._die(manager.ranks.explain(failure))
+            self.die(failure)
         finally:
             self._call_loop(lambda: self._end_all("error", STOPPING))
-            if not isinstance(self._error, RankLost):  # MLX would wait for the other rank
+            if self._error is None or isinstance(self._error, Exception):
                 manager.close()
                 mx.clear_streams()
 

@@ -32,7 +32,7 @@ from mlxspec.model.runner import Runner
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.calibrate import MORE, contexts_in, time_step
 from mlxspec.speculate.draft_model import DraftModel
-from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
+from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_draft
 from mlxspec.speculate.heads.model import HeadModel
@@ -64,9 +64,9 @@ class Drafting:
     def beside(self, own: CacheBytes) -> CacheBytes:
         """What the model caches, `own`, and what is kept for drafting. Its K/V lie under the ids of
         the blocks for full attention."""
-        kept = CacheBytes(0, (), 0)
+        kept = CacheBytes()
         if self.head:
-            kept = cache_bytes(self.head)
+            kept = self.head.cached
         elif self.fit:
             kept = self.fit.cache_bytes
         elif self.small:
@@ -79,7 +79,7 @@ class Drafting:
     ) -> MemoryPlan:
         """What `make` plans for the model, whose weights have `size` bytes and whose caches take
         `own`, and what drafts for it; without a head that does not fit. Raises OutOfMemory."""
-        cache = self.beside(own) if own else CacheBytes(0, (), 0)
+        cache = self.beside(own) if own else CacheBytes()
         try:
             return make(size + self.nbytes, cache)
         except OutOfMemory as error:

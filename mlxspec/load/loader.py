@@ -12,23 +12,22 @@ from mlx.nn import Module
 
 from mlxspec import log
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.disk import DiskCache, fingerprint
-from mlxspec.cache.offload import KVOffloader
+from mlxspec.cache.disk import fingerprint
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
+from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, recall
-from mlxspec.load.drafting import Drafting, add_drafters, facts_of, load_drafting
+from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
 from mlxspec.load.measuring import Measuring
 from mlxspec.load.plan import MemoryPlan, make_plan
-from mlxspec.load.warmup import WarmupCache, cache_file, versions
-from mlxspec.model import meter, recurrent
-from mlxspec.model.hub import cache_of, prompts_of
+from mlxspec.load.warmup import PromptStore, WarmupCache, cache_file, versions
+from mlxspec.model import meter
+from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import (
-    CacheBytes,
     LayoutChoice,
     context_of,
     find_layout,
@@ -37,9 +36,9 @@ from mlxspec.model.layout import (
     load_weights,
     weights,
 )
-from mlxspec.model.mirror import Mirror
-from mlxspec.model.parallel import Ranks
-from mlxspec.model.transfer import Transfer
+from mlxspec.model.mirror import runner_type
+from mlxspec.model.parallel import ALONE, ProcessGroup
+from mlxspec.model.runner import Runner
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
@@ -51,100 +50,104 @@ def load_engine(
     config: Config,
     draft: Path | None = None,
     reserved: int = 0,
-    ranks: Ranks | None = None,
+    group: ProcessGroup = ALONE,
     measure_idle: bool = False,
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path` and what drafts for it, a small model or a head at `draft` or the
     head in its own files; this thread owns MLX from now on. `reserved`: the bytes that other models
     may still take. `measure_idle`: what a first start measures is left to the engine's
-    `work_idle`. Of several `ranks`, those above 0 do what a Follower needs. Raises
+    `work_idle`. Of a `group` of several, rank 0 alone drafts and measures. Raises
     UnsupportedModel."""
     began = time.perf_counter()
-    ranks = ranks or Ranks()
-    model, drafting, context, plan_for = _read_weights(path, draft, config, reserved, ranks)
-    file = cache_file(path, config, ranks)
-    cache = _find_layout(path, model, config, file, ranks)
-    layout = cache.layout
-    drafting.fit_to(layout)
-    cases = []
-    if config.kernels:  # the K/V of what drafts are not quantized
-        cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
-    recall(cases, verdict_file(config))
-    plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
-    kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
-    ranks.same(kept, "layout")
-    ranks.enough([plan.blocks, *plan.windows.values()])
-    mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
-    engine, info = _build(model, name, layout, plan, context, config, mirror)
-    facts = versions() | {"kept": kept}
-    if ranks.size > 1:
-        facts["rank"] = str(ranks)
-    add_disk = partial(_add_disk, engine, config, path, name)
-    if ranks.rank:  # it only follows
-        add_disk(facts)
-    ranks.gather("ready")
-    if not ranks.rank:
-        save = partial(cache.save, file)
-        _warm_up(engine, config)
-        if config.speculate:
-            add_drafters(engine, drafting, config)
-        known = Measuring(engine, cache, save, cases, verdict_file(config), drafting.key)
-        known.recall(lambda drafter: add_disk(facts | facts_of(drafting, drafter)))
-    cache.save(file)
-    _log_limits(engine.scheduler, layout, context, config.max_sequences)
-    log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
+    model, files = load(path, group)  # the weights stay on disk
+    drafting = load_drafting(model, path, draft, config)
+    size, context = weights(model), context_of(files, config.context)
+    _check_same(path, f"{files} {size} {context}", config, group)
+    # What loaded models may still take is known to rank 0 alone.
+    free = min(group.gather(free_bytes(config))) - max(group.gather(reserved))
+    plan_for = partial(drafting.plan, partial(make_plan, config, context, free=free), size)
+    _check_fits(model, plan_for, config.kv_bits, group)
+    with group.together():
+        load_weights(model, group)
+    drafting.load_weights()
+    cache = _find_layout(model, path, config, group)
+    drafting.fit_to(cache.layout)
+    cases = _recall_kernels(model, cache.layout, drafting, config, group)
+    plan = plan_for(cache.layout.cache_bytes)  # with what the layouts really keep
+    prompts = PromptStore(path, name, config, _agree_on_pools(plan, cache.layout, config, group))
+    runner = runner_type(group, name)
+    engine, info = _build(model, name, cache.layout, plan, context, config, runner)
+    known = Measuring(engine, cache, cases, verdict_file(config), drafting, prompts)
+    _start(known, config, group)
+    cache.save()
+    _log_limits(engine.scheduler, cache.layout, context, config.max_sequences)
+    log.info("%s: %s layout, ready in %.1f s", name, info.layout, time.perf_counter() - began)
     if not measure_idle:
         engine.work_idle()
     return engine, info
 
 
-def _read_weights(
-    path: Path, draft: Path | None, config: Config, reserved: int, ranks: Ranks
-) -> tuple[Module, Drafting, int, Callable[[CacheBytes], MemoryPlan]]:
-    """The model and what drafts for it, if they fit into memory, the context in tokens, and what
-    makes the plan of their memory. Raises UnsupportedModel."""
-    model, files = load(path, ranks.group)  # the weights stay on disk
-    drafting = load_drafting(model, path, draft, config)
-    context = context_of(files, config.context)
-    size = weights(model)
-    _compare(ranks, path, config, f"{files} {size} {context}")
-    # What loaded models may still take is known to rank 0 alone.
-    free = min(ranks.gather(free_bytes(config))) - max(ranks.gather(reserved))
-    make = partial(make_plan, config, context, free=free)
-    plan_for = partial(drafting.plan, make, size)
-    plan_for()  # the weights alone: with some models, geometry() reads weights
-    ranks.gather("planned")
-    plan_for(geometry(model, config.kv_bits))
-    ranks.gather("planned")  # a rank without memory says so before the others read arrays
-    with ranks.reading():
-        load_weights(model, ranks.heard if ranks.group else None)
-    drafting.load_weights()
-    return model, drafting, context, plan_for
-
-
-def _compare(ranks: Ranks, path: Path, config: Config, facts: str) -> None:
+def _check_same(path: Path, facts: str, config: Config, group: ProcessGroup) -> None:
     """Check that all ranks have the same model. Raises UnsupportedModel."""
-    if ranks.size == 1:
+    if group.size == 1:
         return
     facts += f" {config.block_size} {config.kv_bits} {config.layout} {versions()}"
     facts += (
         f" {config.kv_blocks} {config.max_sequences} {config.prefill_budget} {len(config.others)}"
     )
-    ranks.same(f"{facts} {config.disk_bytes > 0}", "model, version or setting")
-    ranks.same(fingerprint(path, {}, mtime=False), "weights")
+    group.same(f"{facts} {config.disk_bytes > 0}", "model, version or setting")
+    group.same(fingerprint(path, {}, mtime=False), "weights")
 
 
-def _find_layout(
-    path: Path, model: Module, config: Config, file: Path, ranks: Ranks
-) -> WarmupCache:
+def _check_fits(
+    model: Module, plan_for: Callable[..., MemoryPlan], kv_bits: int, group: ProcessGroup
+) -> None:
+    """Check that weights and the least caches fit into memory, before weights are read. Raises
+    OutOfMemory."""
+    plan_for()  # the weights alone: with some models, geometry() reads weights
+    group.gather("planned")
+    plan_for(geometry(model, kv_bits, group))
+    group.gather("planned")  # a rank without memory says so before the others read arrays
+
+
+def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
     """What earlier starts of the model found, on all ranks; else find its layout."""
+    file = cache_file(path, config, group)
     known = WarmupCache.load(file)
-    if all(ranks.gather(known is not None)) and known:
-        return known
-    try:
-        return WarmupCache(layout=find_layout(model, config.layout, config.kv_bits))
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{path}: {error}") from error
+    if not all(group.gather(known is not None)) or not known:
+        try:
+            layout = find_layout(model, config.layout, config.kv_bits, group)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}: {error}") from error
+        known = WarmupCache(layout=layout)
+    known.file = file
+    return known
+
+
+def _recall_kernels(
+    model: Module, layout: LayoutChoice, drafting: Drafting, config: Config, group: ProcessGroup
+) -> list[Case]:
+    """The kernels of the model and of what drafts, whose K/V are not quantized; those that earlier
+    starts found to be faster are used from now on. A group of several has none, as the results of
+    all must be equal to the last bit."""
+    cases = []
+    if group.group:
+        log.info("%s: no kernels of our own", group)
+    elif config.kernels:
+        cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
+    recall(cases, verdict_file(config))
+    return cases
+
+
+def _agree_on_pools(
+    plan: MemoryPlan, layout: LayoutChoice, config: Config, group: ProcessGroup
+) -> dict[str, str]:
+    """What the K/V of this rank depend on; those of all must be alike. Raises UnsupportedModel."""
+    kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
+    group.same(kept, "layout")
+    group.enough([plan.blocks, *plan.windows.values()])
+    facts = versions() | {"kept": kept}
+    return facts | {"rank": str(group)} if group.size > 1 else facts
 
 
 def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int, wanted: int) -> None:
@@ -181,20 +184,18 @@ def _build(
     plan: MemoryPlan,
     context: int,
     config: Config,
-    mirror: Mirror | None,
+    make: Callable[..., Runner],
 ) -> tuple[Engine, ModelInfo]:
-    """Runner, pools and scheduler, and what the server knows of them. The pools grow as they are
-    used."""
+    """Runner, pools and scheduler, and what the server knows of them. `make` is the runner's type.
+    The pools grow as they are used."""
     meter.bound(memory.headroom() // 2)  # the other half is for a step's activations
     runner = layout.runner(
-        model, config.block_size, plan.blocks, windows=plan.windows, kv_bits=config.kv_bits
+        model, config.block_size, plan.blocks, make, windows=plan.windows, kv_bits=config.kv_bits
     )
-    runner.mirror = mirror
     pool = partial(BlockPool, block_size=config.block_size)
     states = None
     if layout.cache_bytes.state:
-        copy = mirror.keep if mirror else recurrent.own
-        states = StateCache(plan.snapshots, plan.snapshot_stride, copy)
+        states = StateCache(plan.snapshots, plan.snapshot_stride, runner.keep)
     windows = [Window(tokens, pool(blocks)) for tokens, blocks in plan.windows.items()]
     kv = KVCacheManager(pool(plan.blocks), windows, states)
     runner.grow_on_demand(lambda: [pool.highest for pool in kv.pools])
@@ -217,14 +218,18 @@ def _build(
     return Engine(runner, scheduler, vocab=layout.vocab), info
 
 
-def _add_disk(engine: Engine, config: Config, path: Path, name: str, facts: dict[str, str]) -> None:
-    """Keep prompts on disk, if the settings and the layout allow it; beside tokens, K/V depend on
-    `facts`."""
-    if not (config.disk_bytes and engine.scheduler.sharing):
+def _start(known: Measuring, config: Config, group: ProcessGroup) -> None:
+    """Warm up, and add what drafts and the disk; ranks above 0 follow."""
+    if group.rank:
+        known.prompts.open(known.engine)
+    group.gather("ready")
+    if group.rank:
         return
-    disk = DiskCache(prompts_of(config), fingerprint(path, facts), config.disk_bytes, name)
-    offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
-    engine.offloader = engine.scheduler.offloader = offloader
+    with group.together():
+        _warm_up(known.engine, config)
+        if config.speculate:
+            add_drafters(known.engine, known.drafting, config)
+        known.recall()
 
 
 def _warm_up(engine: Engine, config: Config) -> None:

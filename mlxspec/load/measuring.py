@@ -6,21 +6,21 @@ the next idle moment. Nothing is drafted before steps are measured.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mlxspec import log
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, untried, verify
-from mlxspec.load.warmup import WarmupCache, kernels_in_use
+from mlxspec.load.drafting import Drafting, facts_of
+from mlxspec.load.warmup import PromptStore, WarmupCache, kernels_in_use
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.progress import progress
 from mlxspec.speculate.calibrate import MORE, Calibration, contexts_in
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, Check, Interrupted, RankLost, Request, Sampling, Tap
+from mlxspec.types import FINAL_NORM, Check, Interrupted, Request, Sampling, Tap
 
 TRIED_ANSWERS, TRIED_TOKENS = 4, 64  # to choose what a head reads
 # Of these answers. At 1 a head that fits guesses too little of what they ramble to stand out.
@@ -30,20 +30,17 @@ CLEARLY = 1.15  # times the acceptance rate: less may be chance
 
 @dataclass(slots=True)
 class Measuring:
-    """The measurements of one model, which go into its WarmupCache and are kept by `save`.
-
-    `cases` are its kernels; what drafts has the fingerprint `key`. Each call of `run` goes on where
-    the last one was interrupted.
-    """
+    """The measurements of one model, which go into its WarmupCache. `cases` are its kernels;
+    `prompts` are opened once it is known what a head reads, as the content of blocks depends on
+    it. Each call of `run` goes on where the last one was interrupted."""
 
     engine: Engine
     cache: WarmupCache
-    save: Callable[[], None]
     cases: Sequence[Case]
     verdicts: VerdictFile
-    key: str
+    drafting: Drafting
+    prompts: PromptStore
     contexts: tuple[int, int] = (0, 0)
-    _decided: Callable[[HeadDrafter | None], None] = lambda head: None
     _calibration: Calibration | None = None
     _rates: dict[Tap, float] = field(default_factory=dict)  # of the hidden states tried so far
 
@@ -72,18 +69,21 @@ class Measuring:
         unknown = head is not None and head.head.tries_taps and self.key not in self.cache.taps
         return unknown and pool.size > needed + 1
 
-    def recall(self, decided: Callable[[HeadDrafter | None], None]) -> None:
-        """Take over what earlier starts measured, and leave the rest to the engine's idle moments.
-        `decided` is called once it is known what the head reads, on which the content of blocks
-        depends."""
-        self._decided = decided
+    @property
+    def key(self) -> str:
+        """The fingerprint of what drafts."""
+        return self.drafting.key
+
+    def recall(self) -> None:
+        """Take over what earlier starts measured, and leave the rest to the engine's idle
+        moments."""
         cache, head = self.cache, self.head
         if head and self.key in cache.taps:
             head.use((cache.taps[self.key],))
         if head and self.key in cache.drafts:
             head.costs = replace(cache.drafts[self.key])
         if not self.tries_taps:
-            decided(head)
+            self.prompts.open(self.engine, **facts_of(self.drafting, head))
         if self.proposer and self._known and (not head or self.key in cache.drafts):
             self.proposer.start(cache.costs)
         waits = self.proposer and (not self.proposer.costs or self.tries_taps)
@@ -102,7 +102,7 @@ class Measuring:
             self._measure_costs(self.proposer, check)
         if self.proposer and self.head and self.tries_taps:
             self._try_taps(self.proposer, self.head, check)
-        self.save()
+        self.cache.save()
 
     @property
     def _known(self) -> bool:
@@ -125,18 +125,18 @@ class Measuring:
                 cache.drafts = {self.key: self.head.measure(table, check)}
         if proposer.costs is not cache.costs:
             proposer.start(cache.costs)
-            self.save()
+            self.cache.save()
 
     def _try_taps(self, proposer: Proposer, head: HeadDrafter, check: Check) -> None:
         try:
             self._choose_tap(proposer, head, check)
-        except (Interrupted, RankLost):
+        except Interrupted:
             raise
         except Exception:  # mlx-lm's modules with the head's weights
             log.exception("decoding without a head: it cannot run")
             proposer.drop(head)
             head.detach()
-        self._decided(self.head)
+        self.prompts.open(self.engine, **facts_of(self.drafting, self.head))
 
     def _choose_tap(self, proposer: Proposer, head: HeadDrafter, check: Check) -> None:
         """Let an MTP head read the hidden state with which drafts are accepted more often, where
@@ -161,47 +161,31 @@ class Measuring:
     def _acceptance_rate(
         self, proposer: Proposer, head: HeadDrafter, tap: Tap, check: Check
     ) -> float:
-        """Of drafts of one token in a few answers, with the head reading the hidden state `tap`."""
+        """Of drafts of one token in a few answers, with the head reading the hidden state `tap`.
+        They leave no trace in the prefix cache and the engine's counters."""
         assert proposer.costs
         once = replace(proposer.costs, factors={})  # what steps take now says nothing
         trial = Proposer(once, [head], depth=1)
-        with self._apart(trial), _reading(head, tap):
+        counts = SpecDecodeMetrics()
+        engine = replace(self.engine, proposer=trial, counters=Counter(), spec_metrics=counts)
+        usual, sharing = head.taps, engine.scheduler.sharing
+        head.use((tap,))
+        engine.scheduler.sharing = False
+        try:
             for n in range(TRIED_ANSWERS):
                 sampling = Sampling(temperature=TRIED_TEMPERATURE, seed=n)
                 prompt = n + 1, n + 2
-                self.engine.add(Request(f"try-{n}", prompt, TRIED_TOKENS - 2, sampling))
-            while self.engine.busy:
+                engine.add(Request(f"try-{n}", prompt, TRIED_TOKENS - 2, sampling))
+            while engine.busy:
                 check()
-                self.engine.step()
-            if not trial.drafters:
-                raise RuntimeError("it failed in a trial")
-            counts = self.engine.spec_metrics
-            return counts.accepted.total() / max(1, counts.drafted.total())
-
-    @contextmanager
-    def _apart(self, proposer: Proposer) -> Iterator[None]:
-        """An engine that drafts by `proposer`, for requests that leave no trace in its prefix cache
-        and its counters; those that were not finished are aborted."""
-        engine = self.engine
-        kept = engine.counters, engine.spec_metrics, engine.proposer, engine.scheduler.sharing
-        engine.counters, engine.spec_metrics = Counter(), SpecDecodeMetrics()
-        engine.proposer, engine.scheduler.sharing = proposer, False
-        try:
-            yield
+                engine.step()
         finally:
             for n in range(TRIED_ANSWERS):
                 engine.abort(f"try-{n}")
             while engine.busy:
                 engine.step()
-            engine.counters, engine.spec_metrics = kept[:2]
-            engine.proposer, engine.scheduler.sharing = kept[2:]
-
-
-@contextmanager
-def _reading(head: HeadDrafter, tap: Tap) -> Iterator[None]:
-    usual = head.taps
-    head.use((tap,))
-    try:
-        yield
-    finally:
-        head.use(usual)
+            engine.scheduler.sharing = sharing
+            head.use(usual)
+        if not trial.drafters:
+            raise RuntimeError("it failed in a trial")
+        return counts.accepted.total() / max(1, counts.drafted.total())

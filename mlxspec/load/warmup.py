@@ -1,22 +1,26 @@
-"""What the first start of a model measured, kept for later starts: its layout and its step times.
+"""What a start of a model keeps for later ones: what it measured, its layout and its step times,
+and prompts.
 
 Rule: a cache file is named by a fingerprint of the model's files, the versions, the machine and the
 settings. A damaged file is ignored.
 """
 
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from mlxspec import __version__, log
-from mlxspec.cache.disk import fingerprint
+from mlxspec.cache.disk import DiskCache, fingerprint
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.config import Config
+from mlxspec.engine.engine import Engine
 from mlxspec.files import write_atomic
 from mlxspec.kernels.verify import KERNELS, machine
-from mlxspec.model.hub import cache_of
+from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import LayoutChoice
-from mlxspec.model.parallel import Ranks
+from mlxspec.model.parallel import ProcessGroup
 from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.controller import Costs
 from mlxspec.types import Tap
@@ -32,6 +36,7 @@ class WarmupCache(BaseModel):
     kernels: str = ""
     taps: dict[str, Tap] = {}
     drafts: dict[str, DraftCosts] = {}
+    file: Path = Field(default=Path(), exclude=True)  # where it is kept
 
     @classmethod
     def load(cls, file: Path) -> "WarmupCache | None":
@@ -41,19 +46,38 @@ class WarmupCache(BaseModel):
         except (OSError, ValidationError):
             return None
 
-    def save(self, file: Path) -> None:
+    def save(self) -> None:
         """Write the file; failures are logged, as the next start only is slower. A layout that may
         be due to a lack of memory is not kept."""
         try:
             if self.layout.sure:
-                write_atomic(file, self.model_dump_json().encode())
+                write_atomic(self.file, self.model_dump_json().encode())
         except OSError as error:
-            log.warning("%s: %s; the next start measures again", file, error.strerror)
+            log.warning("%s: %s; the next start measures again", self.file, error.strerror)
 
 
-def cache_file(model: Path, config: Config, ranks: Ranks) -> Path:
-    """The file for this rank's part of `model` under these settings."""
-    settings = f"{config.layout} {config.kv_bits} {config.block_size} {ranks}"
+@dataclass(frozen=True, slots=True)
+class PromptStore:
+    """Where a model's prompts are kept on disk; beside tokens, their K/V depend on `facts`."""
+
+    path: Path
+    name: str
+    config: Config
+    facts: dict[str, str]
+
+    def open(self, engine: Engine, **drafting: str) -> None:
+        """Let the engine use it, if the settings and the layout allow it. `drafting`: on what the
+        K/V of what drafts depend, which lie in the same blocks."""
+        if self.config.disk_bytes and engine.scheduler.sharing:
+            key = fingerprint(self.path, self.facts | drafting)
+            disk = DiskCache(prompts_of(self.config), key, self.config.disk_bytes, self.name)
+            offloader = KVOffloader(disk, engine.scheduler.kv, engine.runner)
+            engine.offloader = engine.scheduler.offloader = offloader
+
+
+def cache_file(model: Path, config: Config, group: ProcessGroup) -> Path:
+    """The file for this process's part of `model` under these settings."""
+    settings = f"{config.layout} {config.kv_bits} {config.block_size} {group}"
     facts = machine() | versions() | {"mlxspec": __version__, "settings": settings}
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
 

@@ -26,9 +26,9 @@ from mlxspec.kernels import cpu
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
-from mlxspec.model.parallel import connection_lost, split
+from mlxspec.model.parallel import ALONE, ProcessGroup, split
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
-from mlxspec.progress import Report, progress
+from mlxspec.progress import progress
 from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
 
 # Fastest first; the flag: one sequence at a time.
@@ -61,9 +61,9 @@ TOLERANCE_HALF = 0.1
 class CacheBytes(NamedTuple):
     """What a model caches, in bytes."""
 
-    token: int  # for one token, in layers with full attention
-    windows: tuple[tuple[int, int], ...]  # (window, bytes for one token), by window
-    state: int  # for one sequence, in recurrent layers
+    token: int = 0  # for one token, in layers with full attention
+    windows: tuple[tuple[int, int], ...] = ()  # (window, bytes for one token), by window
+    state: int = 0  # for one sequence, in recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,18 @@ class LayoutChoice:
         """Whether rejected drafts can be rolled back."""
         return self.sharing and self.rollback
 
-    def runner(self, model: Module, block_size: int, blocks: int, **options: Any) -> Runner:
-        """A runner in this layout with `blocks` in its pool; `options` are Runner's others."""
+    def runner(
+        self,
+        model: Module,
+        block_size: int,
+        blocks: int,
+        make: Callable[..., Runner] = Runner,
+        **options: Any,
+    ) -> Runner:
+        """A runner in this layout with `blocks` in its pool; `make` is its type, `options` are
+        Runner's others."""
         options |= {"lone": self.lone, "rollback": self.rollback}
-        return Runner(model, self.layout, block_size, blocks, **options)
+        return make(model, self.layout, block_size, blocks, **options)
 
     def cases(self, model: Module, block_size: int, kv_bits: int = 0) -> list[Case]:
         """The kernels to verify for the model."""
@@ -100,9 +108,9 @@ class LayoutChoice:
         return quantized.kernel_cases(self.runner(model, block_size, blocks, kv_bits=kv_bits))
 
 
-def load(path: Path, ranks: Any = None) -> tuple[Module, Json]:
-    """The model, this rank's part of it if it is split among `ranks` (a group of mx.distributed),
-    and its config; the weights stay on disk until `load_weights`. Raises UnsupportedModel."""
+def load(path: Path, group: ProcessGroup = ALONE) -> tuple[Module, Json]:
+    """The model, this rank's part of it if a group of several shares it, and its config; the
+    weights stay on disk until `load_weights`. Raises UnsupportedModel."""
     _check_layers(path)
     try:
         model, config = load_model(path, lazy=True, get_model_classes=_classes)
@@ -110,8 +118,9 @@ def load(path: Path, ranks: Any = None) -> tuple[Module, Json]:
         raise UnsupportedModel(
             f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory"
         ) from error
-    if ranks:
-        split(model, ranks)
+    if group.group:
+        with group.together():
+            split(model, group.group)
     else:
         cpu.install(model)
     # Each layer drew initial weights, which are never computed; MLX's random state would keep the
@@ -196,18 +205,17 @@ def _bytes_of(tree: Any) -> int:
     return sum(array.nbytes for array in arrays_in(tree))
 
 
-def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
+def geometry(model: Module, kv_bits: int = 0, group: ProcessGroup = ALONE) -> CacheBytes:
     """What the model's caches take, quantized to `kv_bits` if not 0, before any weight is read:
     found by a forward pass that is never evaluated. All 0 where the model's code cannot run so."""
     try:
-        caches = make_prompt_cache(model)
-        model(mx.array([PROMPTS[0]]), cache=caches)
+        with group.together():
+            caches = make_prompt_cache(model)
+            model(mx.array([PROMPTS[0]]), cache=caches)
         return _measure(caches, kv_bits)
     except Exception as failure:  # the model's own code; `find_layout` reports it if it persists
-        if connection_lost(failure):
-            raise
         log.info("the size of the model's caches is unknown before it is loaded: %s", failure)
-        return CacheBytes(0, (), 0)
+        return CacheBytes()
 
 
 def bytes_of_layers(layers: int, run: Callable[[list[Any]], Any]) -> CacheBytes:
@@ -238,14 +246,13 @@ def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
     return CacheBytes(token, tuple(sorted(sizes.items())), state)
 
 
-def load_weights(model: Module, heard: Callable[[], None] | None = None) -> None:
-    """Read the weights into memory, with a progress bar. Where other ranks wait for them, they are
-    read one by one, as MLX may hang on a rank that is lost in between, and `heard` is called after
-    each. Raises UnsupportedModel."""
+def load_weights(model: Module, group: ProcessGroup = ALONE) -> None:
+    """Read the weights into memory, with a progress bar. A group of several reads them one by one,
+    as MLX may hang on a rank that is lost in between. Raises UnsupportedModel."""
     total = weights(model)
     done = 0
     arrays = arrays_in(model.parameters())
-    at_once = 1 if heard else max(1, len(arrays) // max(READS, total // READ_BYTES))
+    at_once = 1 if group.group else max(1, len(arrays) // max(READS, total // READ_BYTES))
     try:
         with progress("Loading weights") as report:
             for first in range(0, len(arrays), at_once):
@@ -253,53 +260,49 @@ def load_weights(model: Module, heard: Callable[[], None] | None = None) -> None
                 mx.eval(part)
                 done += sum(array.nbytes for array in part)
                 report(done, total)
-                if heard:
-                    heard()
+                group.expect()
     except RuntimeError as error:
         raise UnsupportedModel(f"the weights cannot be read: {error}") from error
 
 
-def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> LayoutChoice:
+def find_layout(
+    model: Module, wanted: str = "auto", kv_bits: int = 0, group: ProcessGroup = ALONE
+) -> LayoutChoice:
     """The fastest layout, or `wanted`, that reproduces mlx-lm's logits with K/V as computed;
     `cache_bytes` are those with `kv_bits`. Raises UnsupportedModel, naming why each layout was
     refused, or that K/V cannot be quantized."""
-    with progress("Checking how it can be batched") as report:
-        return _find_layout(model, wanted, kv_bits, report)
-
-
-def _find_layout(model: Module, wanted: str, kv_bits: int, report: Report) -> LayoutChoice:
-    report(0, 2 * len(LAYOUTS))
-    reference, caches = reference_logits(model)
     refused: dict[str, None] = {}
     sure = True
-    for (layout, lone), rollback in product(LAYOUTS, (True, False)):
-        report(1 + len(refused), 2 * len(LAYOUTS))
-        if wanted not in ("auto", layout):
-            continue
-        try:
-            runner = Runner(model, layout, BLOCK, BLOCKS, lone=lone, rollback=rollback)
-            if not (rollback or runner.states.layers):
-                continue  # the same as with rollback
-            error = logits_error(probe_logits(runner), reference)
-        except Exception as failure:  # the model's own code decides what it raises
-            if connection_lost(failure):
-                raise
-            error = line_of(failure)
-            sure = sure and not isinstance(failure, RuntimeError)
-        if error:
-            alone = ", one sequence at a time" if lone and layout != "solo" else ""
-            refused[f"{layout}{alone}: {error}"] = None
-            continue
-        return LayoutChoice(
-            layout,
-            runner.trunk is not None,
-            lone,
-            _cache_bytes(runner, caches, kv_bits),
-            reference[0].shape[-1],
-            tuple(refused),
-            rollback,
-            sure,
-        )
+    with progress("Checking how it can be batched") as report, group.together():
+        report(0, 2 * len(LAYOUTS))
+        reference, caches = reference_logits(model)
+        for (layout, lone), rollback in product(LAYOUTS, (True, False)):
+            report(1 + len(refused), 2 * len(LAYOUTS))
+            if wanted not in ("auto", layout):
+                continue
+            try:
+                runner = Runner(model, layout, BLOCK, BLOCKS, lone=lone, rollback=rollback)
+                if not (rollback or runner.states.layers):
+                    continue  # the same as with rollback
+                with group.together():
+                    error = logits_error(probe_logits(runner), reference)
+            except Exception as failure:  # the model's own code decides what it raises
+                error = line_of(failure)
+                sure = sure and not isinstance(failure, RuntimeError)
+            if error:
+                alone = ", one sequence at a time" if lone and layout != "solo" else ""
+                refused[f"{layout}{alone}: {error}"] = None
+                continue
+            return LayoutChoice(
+                layout,
+                runner.trunk is not None,
+                lone,
+                _cache_bytes(runner, caches, kv_bits),
+                reference[0].shape[-1],
+                tuple(refused),
+                rollback,
+                sure,
+            )
     raise UnsupportedModel(
         "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused)
     )
@@ -315,7 +318,7 @@ def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBy
         )
     if runner.layout == "solo":
         held = _bytes_of([cache.state for cache in caches])
-        return CacheBytes(-(-held // KV_STEP), (), 0)
+        return CacheBytes(-(-held // KV_STEP))
     return _measure(caches, kv_bits)
 
 

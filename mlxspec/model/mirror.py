@@ -1,4 +1,4 @@
-"""Plans for the other ranks: rank 0's runner tells each step to theirs, which run it as well.
+"""Rank 0's runner, which lets the other ranks do what it does, and what they do it with.
 
 Rule: a follower decides nothing. It has a copy of each sequence as far as a forward needs it, under
 the same block ids, and samples the same tokens, since noise is keyed by seed and position.
@@ -6,34 +6,31 @@ the same block ids, and samples the same tokens, since noise is keyed by seed an
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 
 from mlxspec.model.batch import Step
-from mlxspec.model.parallel import TIMEOUT_S, Ranks
-from mlxspec.model.recurrent import own
+from mlxspec.model.parallel import TIMEOUT_S, ProcessGroup
 from mlxspec.model.runner import Runner
-from mlxspec.types import STATE, Draft, Entry, Json, Plan, Request, Sampling, Seq, Tap
+from mlxspec.model.sampler import Sampled
+from mlxspec.types import STATE, Draft, Entry, Plan, Request, Sampling, Seq, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
-GOES_ON, FRESH = 0, -1  # where a sequence's recurrent state comes from, else a snapshot's number
+NUMBERS = count(1)  # of what followers hold, of all models
+GOES_ON = 0  # a sequence's recurrent state follows from its last step
 
 
-class Told(NamedTuple):
-    """An entry as the followers hear of it."""
-
-    number: int  # of its sequence
-    new: Any  # of a sequence that they do not know: prompt length, index, pooling, sampling
-    tokens: list[int]  # that are new to them
-    tables: list[list[int]]  # [] where they are as before
-    state: int
-    rows: Any  # Entry's fields from `start` to `inflight_drafts`
-    draft: Any  # its tokens, or how many follow on the device
-    masks: list[str]
+def runner_type(group: ProcessGroup, model: str) -> Callable[..., Runner]:
+    """What makes the runner of the `model` of that name."""
+    if group.size == 1 or group.rank:
+        return Runner
+    return partial(MirroredRunner, group, model)
 
 
 class Snapshot(list[mx.array]):
@@ -42,136 +39,133 @@ class Snapshot(list[mx.array]):
     number: int
 
 
-class Mirror:
-    """Rank 0's part, for the `model` of that name. What happens between two plans is told with the
-    next one."""
+class MirroredRunner(Runner):
+    """Rank 0's, of the model of that `name`. What happens between two steps is told with the next
+    one."""
 
-    def __init__(self, ranks: Ranks, model: str) -> None:
-        self.ranks = ranks
-        self.model = model
-        self._events: list[Sequence[Any]] = []
+    def __init__(self, group: ProcessGroup, name: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._group, self._name = group, name
         # Number, tokens and tables of each sequence that the followers know.
         self._told = WeakKeyDictionary[Seq, tuple[int, int, list[list[int]]]]()
-        self._steps = deque[Plan](maxlen=STEPS)
-        self._numbers = count(1)
+        self._plans = deque[Plan](maxlen=STEPS)
 
-    def tell(self, plan: Plan, overlaps: bool, highest: Sequence[int], taps: Sequence[Tap]) -> None:
-        """Let the followers run a plan, `overlaps`: after the step in flight. What a drafter left
-        on the device follows on the device."""
-        message: Json = {
-            "step": self.model,
-            "plan": list(map(self._entry, plan)),
-            "overlaps": overlaps,
-            "highest": highest,
-            "taps": taps,
-            "events": self._take_events(),
-        }
-        self.ranks.send(message)
-        self._steps.append(plan)
+    def _call(self, what: str, *args: Any) -> None:
+        self._group.call(self._name, what, self.highest(), *args)
+
+    def _number(self, held: Any) -> int:
+        """A number for what the followers hold as long as this rank does."""
+        number = next(NUMBERS)
+        finalize(held, self._group.call, self._name, "drop", [], number)
+        return number
+
+    def forward(self, plan: Plan, previous: Step | None) -> Step:
+        """What a drafter left on the device follows on the device."""
+        told = [self._entry(e) for e in plan]
+        self._call("step", told, previous is not None, list(self.view.taps))
+        self._group.flush()
         for e in plan:
             if isinstance(e.draft.tokens, mx.array):
-                self.ranks.share(e.draft.tokens)
+                self._group.share(e.draft.tokens)
+        step = super().forward(plan, previous)
+        self._plans.append(step.plan)
+        return step
 
-    def _take_events(self) -> list[Sequence[Any]]:
-        """What happened since the last message; more may be dropped while this one is sent."""
-        events = self._events[:]
-        del self._events[: len(events)]
-        return events
-
-    def _entry(self, e: Entry) -> Told:
+    def _entry(self, e: Entry) -> Sequence[Any]:
+        """An entry for the followers: the number of its sequence; of a new one its prompt's length,
+        index, pooling and sampling; its tokens that are new to them; its tables, [] as before; the
+        state it starts from, None: fresh, GOES_ON or a snapshot's number; Entry's fields from
+        `start` to `inflight_drafts`; its draft, or how many tokens follow on the device; masks."""
         seq, new = e.seq, None
         if seq not in self._told:
-            number = next(self._numbers)
-            self._told[seq] = number, 0, []
-            finalize(seq, self._events.append, ("drop", number))
             request = seq.request
             new = seq.prompt_len, seq.index, request.pooling, asdict(request.sampling)
+            self._told[seq] = self._number(seq), 0, []
         number, known, before = self._told[seq]
         tables = [[*table] for table in seq.tables]
         self._told[seq] = number, len(seq.tokens), tables
-        state = FRESH
-        if seq.state is not None:
-            state = getattr(seq.state, "number", GOES_ON)
         draft = e.draft.tokens
-        return Told(
+        return (
             number,
             new,
             seq.tokens[known:],
             tables if tables != before else [],
-            state,
+            None if seq.state is None else getattr(seq.state, "number", GOES_ON),
             (e.start, e.count, e.samples, e.depth, e.pending, e.inflight_drafts),
             len(draft) if isinstance(draft, mx.array) else [*draft],
             _in_hex(e.masks),
         )
 
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """All ranks copy these blocks, (group, source, target) each."""
-        self._events.append(("copy", [*copies]))
+    def sample(self, step: Step) -> Sampled | None:
+        sampled = super().sample(step)
+        if sampled:
+            self._group.samples.append(sampled.tokens)
+        return sampled
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        if copies:
+            self._call("copy", [*copies])
+        super().copy_blocks(copies)
+
+    # ---- recurrent states: an entry is told by its place among those of the last steps
+
+    def _recent(self) -> list[Entry]:
+        return [e for plan in self._plans for e in plan]
 
     def keep(self, state: Any) -> Snapshot:
-        """A copy of an entry's recurrent state for the prefix cache, kept by all ranks; a snapshot
-        itself where the state is one."""
         if isinstance(state, Snapshot):
             return state
-        kept = self._snapshot(own(state))
-        self._note("keep", kept.number, lambda e: e.state is state)
+        place = [id(e.state) for e in self._recent()].index(id(state))
+        kept = self._snapshot(super().keep(state))
+        self._call("keep", place, kept.number)
         return kept
 
-    def _snapshot(self, arrays: Sequence[mx.array]) -> Snapshot:
+    def _snapshot(self, arrays: Iterable[mx.array]) -> Snapshot:
         made = Snapshot(arrays)
-        made.number = next(self._numbers)
-        finalize(made, self._events.append, ("drop", made.number))
+        made.number = self._number(made)
         return made
 
-    def cut(self, entry: Entry, rows: int) -> None:
-        """An entry's state is brought to that after its first `rows` rows."""
-        self._note("cut", rows, lambda e: e is entry)
-
-    def _note(self, event: str, number: int, is_entry: Callable[[Entry], bool]) -> None:
-        """Tell what happened to an entry of the last steps, which must be one of theirs."""
-        found = [
-            (event, number, n, i)
-            for n, plan in enumerate(self._steps, -len(self._steps))
-            for i, e in enumerate(plan)
-            if is_entry(e)
-        ]
-        if not found:
-            raise RuntimeError(f"no entry of the last steps is to {event}")
-        self._events += found
+    def cut(self, step: Step, entry: Entry, rows: int) -> None:
+        if step.recordings:
+            self._call("cut", self._recent().index(entry), rows)
+        super().cut(step, entry, rows)
 
     # ---- the prefix cache on disk: each rank's has its own part of the same blocks
 
-    def save(self, group: int, contents: Mapping[bytes, Any]) -> None:
-        """All ranks save these blocks, or the snapshot, by key on disk."""
+    def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[mx.array]:
         numbers = [getattr(each, "number", each) for each in contents.values()]
-        self._events.append(("save", _in_hex(contents), group, numbers))
-        self.flush()  # no plan may follow for long
+        self._call("save", group, _in_hex(contents), numbers)
+        self._group.flush()  # no step may follow for long
+        return super().export(group, contents)
 
-    def read(self, key: bytes) -> None:
-        """All ranks read their run with this last key."""
-        self.flush(key.hex())
+    def host(self, exported: Sequence[mx.array]) -> dict[str, Any]:
+        with self._group.together():
+            mx.eval(exported)
+        return super().host(exported)
 
-    def found(self, keys: Sequence[bytes]) -> bool:
-        """Whether all ranks have read a run with these keys. Waits for them."""
-        self.ranks.send({"found": self.model})
-        found = self.ranks.gather(_in_hex(keys), TIMEOUT_S)
+    def start_read(self, key: bytes) -> None:
+        self._call("read", key.hex())
+        self._group.flush()
+
+    def all_read(self, keys: Sequence[bytes], seconds: float) -> bool:
+        self._call("found", seconds)
+        self._group.flush()
+        found = self._group.gather(_in_hex(keys), TIMEOUT_S)
         return all(each == found[0] for each in found)
 
-    def place(self, group: int, blocks: Sequence[int], which: Sequence[int]) -> None:
-        """All ranks enter blocks number `which` of the run that was read."""
-        self._events.append(("place", blocks, group, which))
-
-    def place_state(self, state: Sequence[mx.array]) -> Snapshot:
-        """All ranks keep the recurrent state that was read."""
-        placed = self._snapshot(state)
-        self._events.append(("place_state", placed.number))
+    def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
+        number = 0
+        with self._group.together():
+            placed = super().place(group, blocks, arrays, which)
+        if group == STATE:
+            placed = self._snapshot(placed)
+            number = placed.number
+        self._call("place", number, group, blocks, which)
         return placed
 
-    def flush(self, read: str = "") -> None:
-        """Tell what happened, if anything, now instead of with the next plan, and which run to
-        read."""
-        if self._events or read:
-            self.ranks.send({"events": self._take_events(), "of": self.model, "read": read})
+    def close(self, seconds: float) -> None:
+        self._call("unload", seconds)
+        self._group.flush()
 
 
 def _in_hex(keys: Iterable[bytes]) -> list[str]:
@@ -180,100 +174,89 @@ def _in_hex(keys: Iterable[bytes]) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """Another rank's part: a runner that does what rank 0's does. `disk` is its prefix cache on
-    disk, a cache.follower.DiskFollower."""
+    """Another rank's part: what does with the `engine` there what rank 0's runner calls. `disk` is
+    that of its prefix cache, whose index does not count: where it lacks a run, rank 0 hears so."""
 
-    runner: Runner
-    ranks: Ranks
-    disk: Any = None
-    _highest: list[int] = field(default_factory=list)
+    engine: Any  # an engine.engine.Engine
+    group: ProcessGroup
     _held: dict[int, Any] = field(default_factory=dict)  # sequences and snapshots by number
     _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _read: "Future[Any] | None" = None  # a run from disk
+    _arrays: Any = None  # of the run that was read
 
-    def __post_init__(self) -> None:
-        self.runner.grow_on_demand(lambda: self._highest)
+    def call(self, what: str, highest: Sequence[int], *args: Any) -> None:
+        """Do what was called, with memory up to the `highest` block of each pool."""
+        runner: Runner = self.engine.runner
+        runner.highest = lambda: highest
+        match what, *args:
+            case "step", told, overlaps, taps:
+                self._step(told, overlaps, taps)
+            case "drop", number:
+                self._held.pop(number, None)  # of a model that was unloaded and is loaded again
+            case "copy", copies:
+                runner.copy_blocks(copies)
+            case "keep", place, number:
+                self._held[number] = runner.keep(self._recent(place)[1].state)
+            case "cut", place, rows:
+                runner.cut(*self._recent(place), rows)
+            case "save", group, keys, contents:
+                if group == STATE:
+                    contents = [self._held[number] for number in contents]
+                named = dict(zip(map(bytes.fromhex, keys), contents, strict=True))
+                self.engine.offloader.write(named, runner.export(group, named))
+            case "read", key:
+                disk = self.engine.offloader.disk
+                files = disk.touch([bytes.fromhex(key)])
+                self._read = disk.read(files[0]) if files else None
+            case "found", seconds:
+                self.group.gather(_in_hex(self._found(seconds)), TIMEOUT_S)
+            case "place", number, group, blocks, which:
+                self._held[number] = runner.place(group, blocks, self._arrays, which)
+            case "unload", seconds:
+                self.engine.close(seconds)
 
-    def step(self, message: Json) -> None:
+    def _found(self, seconds: float) -> Sequence[bytes]:
+        """The keys of the run that was read; none if it was a miss or takes too long."""
+        if self._read and wait([self._read], seconds).done and (run := self._read.result()):
+            self._arrays = run.arrays
+            return tuple(run.keys)
+        return ()
+
+    def _recent(self, place: int) -> tuple[Step, Entry]:
+        return [(step, e) for step in self._steps for e in step.plan][place]
+
+    def _step(self, told: Sequence[Any], overlaps: bool, taps: Sequence[Tap]) -> None:
         """Run one plan; its samples stay on the device."""
-        self._highest = message["highest"]
-        self.apply(message["events"])
-        if list(self.runner.view.taps) != message["taps"]:
+        runner: Runner = self.engine.runner
+        if list(runner.view.taps) != taps:
             # Else a step without samples would compute less than rank 0's.
-            self.runner.tap(message["taps"])
-        plan = [self._entry(Told(*fields)) for fields in message["plan"]]
-        step = self.runner.forward(plan, self._steps[-1] if message["overlaps"] else None)
-        self.runner.submit(step, self.runner.sample(step))
+            runner.tap(taps)
+        plan = list(map(self._entry, told))
+        step = runner.forward(plan, self._steps[-1] if overlaps else None)
+        runner.submit(step, runner.sample(step))
         if step.sampled:
-            self.ranks.samples.append(step.sampled.tokens)
+            self.group.samples.append(step.sampled.tokens)
         for e in plan:
             e.state = e.seq.state
         self._steps.append(step)
 
-    def found(self) -> None:
-        """Tell which run was read."""
-        self.ranks.gather(_in_hex(self.disk.keys()), TIMEOUT_S)
-
-    def close(self, seconds: float) -> None:
-        if self.disk:
-            self.disk.close(seconds)
-
-    def apply(self, events: Sequence[Sequence[Any]], read: str = "") -> None:
-        """Do what rank 0 did between two plans, then start to read a run from disk, if any."""
-        for event, what, *more in events:
-            match event:
-                case "drop":
-                    del self._held[what]
-                case "copy":
-                    for group, _, target in what:
-                        self._highest[group] = max(self._highest[group], target)
-                    self.runner.copy_blocks(what)
-                case "save":
-                    self._save(what, *more)
-                case "place":
-                    self._place(what, *more)
-                case "place_state":
-                    self._held[what] = self.disk.state()
-                case _:
-                    self._change_state(event, what, *more)
-        if read:
-            self.disk.read(bytes.fromhex(read))
-
-    def _save(self, keys: Sequence[str], group: int, numbers: Sequence[int]) -> None:
-        contents: Sequence[Any] = numbers
-        if group == STATE:
-            contents = [self._held[number] for number in numbers]
-        self.disk.save(group, dict(zip(map(bytes.fromhex, keys), contents, strict=True)))
-
-    def _place(self, blocks: Sequence[int], group: int, which: Sequence[int]) -> None:
-        self._highest[group] = max(self._highest[group], *blocks)  # no plan has told of them
-        self.disk.place(blocks, group, which)
-
-    def _change_state(self, event: str, number: int, step: int, index: int) -> None:
-        """Keep or cut the recurrent state of an entry of the last steps."""
-        made = self._steps[step]
-        e = made.plan[index]
-        if event == "keep":
-            self._held[number] = own(e.state)
-        else:
-            self.runner.states.cut(made.recordings, e, number)
-
-    def _entry(self, told: Told) -> Entry:
-        if told.new:
-            length, index, pooling, sampling = told.new
-            prompt = tuple(told.tokens[:length])
+    def _entry(self, told: Sequence[Any]) -> Entry:
+        number, new, tokens, tables, state, rows, draft, masks = told
+        if new:
+            length, index, pooling, sampling = new
+            prompt = tuple(tokens[:length])
             request = Request("", prompt, 1, Sampling(**sampling), pooling=pooling)
-            self._held[told.number] = Seq(request, index)
-        seq = self._held[told.number]
-        seq.tokens += told.tokens
-        if told.tables:
-            seq.table, *seq.windows = told.tables
-        if told.state != GOES_ON:
-            seq.state = None if told.state == FRESH else self._held[told.state]
+            self._held[number] = Seq(request, index)
+        seq = self._held[number]
+        seq.tokens += tokens
+        if tables:
+            seq.table, *seq.windows = tables
+        if state != GOES_ON:
+            seq.state = state and self._held[state]
             seq.batch = None
-        draft = told.draft
         if isinstance(draft, int):
-            draft = self.ranks.share(mx.zeros(draft, mx.int32))
-        e = Entry(seq, *told.rows)
+            draft = self.group.share(mx.zeros(draft, mx.int32))
+        e = Entry(seq, *rows)
         e.draft = Draft(draft)
-        e.masks = list(map(bytes.fromhex, told.masks))
+        e.masks = list(map(bytes.fromhex, masks))
         return e

@@ -27,7 +27,8 @@ from mlx.core import array as Array
 from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxspec.types import Json, RankLost, UnsupportedModel, UserError, line_of
+from mlxspec import log
+from mlxspec.types import UnsupportedModel, UserError, line_of
 
 WORDS = 1024  # int32 of a message; where that is too few, another follows
 TIMEOUT_S = 60.0  # without a message
@@ -43,21 +44,19 @@ HEADS += ["num_k_heads", "num_v_heads"]
 
 def split(model: Module, group: mx.distributed.Group) -> None:
     """Keep this rank's part of a model's weights, by mlx-lm's own shard(); they are read once they
-    are evaluated, which all ranks have to do. Raises UnsupportedModel and RankLost."""
+    are evaluated, which all ranks have to do. Raises UnsupportedModel."""
     ranks = group.size()
     name = type(model).__module__
     if not hasattr(model, "shard"):
         raise UnsupportedModel(f"{name} cannot split a model among ranks; serve it with one")
     for module in model.modules():
         for heads in HEADS:
-            count = getattr(module, heads, 0)
-            if count % ranks:
-                raise UnsupportedModel(f"{heads} = {count} cannot be split among {ranks} ranks")
+            number = getattr(module, heads, 0)
+            if number % ranks:
+                raise UnsupportedModel(f"{heads} = {number} cannot be split among {ranks} ranks")
     try:
         _read_in_turn(model, group)
         model.shard(group)
-    except RuntimeError as error:  # it reads weights, and the others wait for them
-        raise RankLost(f"rank {group.rank()} cannot read its part: {line_of(error)}") from error
     except Exception as error:  # the model's own code
         why = f"{name} cannot split this model among {ranks} ranks: {line_of(error)}"
         raise UnsupportedModel(why) from error
@@ -81,14 +80,20 @@ def _read_in_turn(model: Module, group: mx.distributed.Group) -> None:
     model.update(tree_unflatten(shared))
 
 
+class RankLost(BaseException):
+    """Another rank is gone, or computes something else. No Exception, as nothing that catches one
+    can go on: the ranks wait for each other in the model's sums."""
+
+
 class RankFailed(UnsupportedModel):
     """A model cannot be loaded, as all ranks know."""
 
 
 @dataclass(slots=True, eq=False)
-class Ranks:
-    """This process among all ranks; alone without a `group`. `children` are the others if this one
-    started them. Messages are for the thread that owns MLX."""
+class ProcessGroup:
+    """The processes that hold a model's parts, the ranks, as this one sees them; alone without a
+    `group` of MLX. `children` are the others if this one started them. For the thread that owns
+    MLX."""
 
     group: Any = None
     children: Sequence[subprocess.Popen[bytes]] = ()
@@ -103,6 +108,7 @@ class Ranks:
     # Time of the last message, and seconds after which the next one is missed.
     _last_message: tuple[float, float] = (0.0, inf)
     _sent: Array | None = None  # the last message, with what the others gave
+    _calls: list[Sequence[Any]] = field(default_factory=list)  # for the next message
 
     def __post_init__(self) -> None:
         if self.group:
@@ -114,23 +120,19 @@ class Ranks:
     # ---- all ranks ---------------------------------------------------------------------------
 
     def gather(self, value: Any, seconds: float = 0.0) -> list[Any]:
-        """Every rank's value, JSON of at most 4 * WORDS bytes, by rank; the next message follows in
-        so many seconds; 0: in those of loading. Raises RankFailed where one has told `failed`."""
+        """Every rank's value, JSON of at most 4 * WORDS bytes, by rank; another message follows as
+        for `expect`. Raises RankFailed where one has told `failed`."""
         if not self.group:
             return [value]
         found = self._exchange(value)
-        self._expect({}, seconds or LOAD_S)
+        self.expect(seconds)
         for rank, each in enumerate(found):
-            if isinstance(each, dict) and FAILED in each:
+            if isinstance(each, dict):
                 raise RankFailed(f"rank {rank}: {each[FAILED]}")
         return found
 
     def failed(self, error: Exception) -> None:
-        """Tell the others, which wait in `gather`, that loading failed here; not where all know.
-        Raises RankLost where that is why."""
-        why = self.explain(error)
-        if isinstance(why, RankLost):
-            raise why
+        """Tell the others, which wait in `gather`, that loading failed here; not where all know."""
         if not isinstance(error, RankFailed):
             with suppress(RankFailed):
                 self.gather({FAILED: line_of(error)[:WORDS]})
@@ -156,16 +158,36 @@ class Ranks:
         mx.async_eval(shared)
         return shared
 
+    def expect(self, seconds: float = 0.0) -> None:
+        """Expect another message in so many seconds; 0: a step of loading is done, as all ranks
+        know, and the next one may take LOAD_S."""
+        self._last_message = time.monotonic(), seconds or LOAD_S
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """While all ranks compute. MLX does not say by a type of error that another rank is gone;
+        but whatever of its errors comes up here, the others wait in their sums for this rank.
+        Raises RankLost for it."""
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, RuntimeError):
+                cause = cause.__cause__ or cause.__context__
+            if self.group and cause:
+                raise self._lost(error) from error
+            raise
+
     def _check(self) -> int:
         """The checksum of all samples but those of the last step, which may be in flight."""
         while len(self.samples) > 1:
-            tokens = _read(self.samples.popleft())
+            tokens = self._read(self.samples.popleft())
             self._checksum = crc32(tokens.tobytes(), self._checksum)
         return self._checksum
 
     def _exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        return _decode(self._post(json.dumps(value).encode()))
+        return self._decode(self._post(json.dumps(value).encode()))
 
     def _post(self, data: bytes, words: int = WORDS) -> Array:
         """Exchange a row of so many int32, without waiting: [ranks, words]."""
@@ -174,47 +196,56 @@ class Ranks:
         mx.async_eval(rows)
         return rows
 
-    def heard(self) -> None:
-        """A step of loading is done, as all ranks know: the next one may take as long."""
-        self._expect({}, LOAD_S)
+    def _decode(self, rows: Array) -> list[Any]:
+        return [json.loads(row.tobytes()) for row in self._read(rows)]
 
-    def _expect(self, message: Json, seconds: float = TIMEOUT_S) -> None:
-        """Expect another message in so many seconds. A model that is to be loaded may have to be
-        downloaded on another rank before."""
-        self._last_message = time.monotonic(), inf if "load" in message else seconds
+    def _read(self, array: Array) -> Any:
+        """The numpy array of what was exchanged. Raises RankLost."""
+        with self.together():
+            mx.eval(array)  # without this, numpy swallows MLX's error
+        return np.array(array)
 
     # ---- rank 0 ------------------------------------------------------------------------------
 
-    def send(self, message: Json) -> None:
-        """Tell the others, without waiting for them. Raises RankLost if their samples differ."""
+    def call(self, *call: Any) -> None:
+        """Let the others do so with the next message: of which model, what, its arguments."""
+        if self.group:
+            self._calls.append(call)
+
+    def flush(self, seconds: float = TIMEOUT_S) -> None:
+        """Tell the others what was called, without waiting for them; another message follows in so
+        many seconds. Raises RankLost if their samples differ."""
         if not self.group:
             return
         if self._sent is not None:
-            _, *statuses = _decode(self._sent)
+            _, *statuses = self._decode(self._sent)
             self.level = max(level for _, level in statuses)
             for rank, (checksum, _) in enumerate(statuses, 1):
                 if checksum != self._checksum:
                     why = "all ranks need the same chip, macOS and mlx"
                     raise RankLost(f"rank {rank} sampled other tokens than rank 0: {why}")
         self._check()
-        data = json.dumps(message).encode()
+        calls, self._calls = self._calls, []
+        data = json.dumps([seconds, calls]).encode()
         words = -(-len(data) // 4)
         self._sent = self._post(data if words <= WORDS else b"%d" % words)
         if words > WORDS:
             self._post(data, words)
-        self._expect(message)
+        self.expect(seconds)
 
-    def remind(self) -> None:
-        """Tell the others that this rank is alive, if it has said nothing for long."""
-        if time.monotonic() - self._last_message[0] > TIMEOUT_S / 4:
-            self.send({})
+    def poll(self) -> None:
+        """Tell the others that this rank is alive, and what was called, after a moment without a
+        message."""
+        if time.monotonic() - self._last_message[0] > WATCH_S:
+            self.flush()
 
     def end(self) -> None:
         """Let the others end, unless they have failed as well."""
         children, self.children = self.children, ()  # which are expected to end
         if self.group:
-            with suppress(RuntimeError, ValueError):  # where a rank is lost or has failed
-                self.send({"end": True})
+            with suppress(RuntimeError, RankLost):
+                self.call("", "end")
+                self.flush()
                 mx.synchronize(mx.default_stream(mx.cpu))
         if self.hosts:
             self.hosts.close()
@@ -225,18 +256,19 @@ class Ranks:
 
     # ---- the others --------------------------------------------------------------------------
 
-    def receive(self, level: int) -> Json:
-        """Wait for what rank 0 says next, and tell it this process's memory pressure."""
+    def receive(self, level: int) -> list[list[Any]]:
+        """Wait for what rank 0 calls next, and tell it this process's memory pressure."""
         message = self._exchange([self._check(), level])[0]
         if isinstance(message, int):
-            message = _decode(self._post(b"0", message))[0]
-        self._expect(message)
-        self.ended = "end" in message
-        return dict(message)
+            message = self._decode(self._post(b"0", message))[0]
+        seconds, calls = message
+        self.expect(seconds)
+        self.ended = ["", "end"] in calls
+        return list(calls)
 
     # ---- when one is lost --------------------------------------------------------------------
 
-    def watch(self, lost: Callable[[str], object]) -> None:
+    def watch(self, lost: Callable[[RankLost], object]) -> None:
         """From now on call `lost`, on a thread of its own, when a message is missed or a process
         that started this one, or was started by it, has ended: not every connection that breaks
         tells so, and MLX may wait for ever."""
@@ -253,45 +285,26 @@ class Ranks:
                 time.sleep(WATCH_S)
                 heard, limit = self._last_message
                 silent = time.monotonic() - heard
-            lost(self._suspect(f"no message for {silent:.0f} s"))
+            lost(self._lost(f"no message for {silent:.0f} s"))
 
         if self.group:
             threading.Thread(target=loop, name="ranks", daemon=True).start()
 
-    def explain(self, error: BaseException) -> BaseException:
-        """What an error of MLX's connections means, or one that it caused. Further messages would
-        never come back."""
-        cause: BaseException | None = error
-        while self.group and cause:
-            if connection_lost(cause):
-                return RankLost(self._suspect(line_of(cause)))
-            cause = cause.__cause__ or cause.__context__
-        return error
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """While weights are read: an error here ends all ranks, as the others wait for the arrays
-        that this one reads. Raises RankLost, or with one rank what was raised."""
-        try:
-            yield
-        except UnsupportedModel as error:
-            if not self.group:
-                raise
-            told = self.explain(error)
-            if not isinstance(told, RankLost):
-                told = RankLost(f"rank {self.rank}: {error}")
-            raise told from error
-
-    def _suspect(self, why: str) -> str:
-        """Which rank is gone, as far as this process can know."""
+    def _lost(self, why: str | Exception) -> RankLost:
+        """Which rank is gone, as far as this process can know; an error may be its own."""
         time.sleep(EXIT_S)
+        if ended := _why_ended(self.children):
+            return RankLost(ended)
         beside = {(self.rank + step) % self.size for step in (1, -1)}
-        return _why_ended(self.children) or f"rank {' or '.join(map(str, beside))} is gone: {why}"
+        gone = f"rank {' or '.join(map(str, beside))} is gone"
+        if isinstance(why, Exception):
+            log.error("this rank has failed, or another one", exc_info=why)
+            gone += f", or rank {self.rank} has failed"
+            why = line_of(why)
+        return RankLost(f"{gone}: {why}")
 
 
-def connection_lost(error: BaseException) -> bool:
-    """Whether MLX says that another rank is gone."""
-    return isinstance(error, RuntimeError) and "connection" in str(error)
+ALONE = ProcessGroup()  # one process holds all of a model
 
 
 def _why_ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
@@ -302,43 +315,33 @@ def _why_ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
     return f"rank {found[0][1]} has ended with status {found[0][2]}" if found else ""
 
 
-def _read(array: Array) -> Any:
-    """The numpy array of what was exchanged: without this eval, numpy swallows MLX's error."""
-    mx.eval(array)
-    return np.array(array)
-
-
-def _decode(rows: Array) -> list[Any]:
-    return [json.loads(row.tobytes()) for row in _read(rows)]
-
-
-def join(count: int, flags: Sequence[str] = ()) -> Ranks:
-    """This process's ranks: those that mlx.launch started; else `count` on this machine, the others
+def join(size: int, flags: Sequence[str] = ()) -> ProcessGroup:
+    """This process's ranks: those that mlx.launch started; else `size` on this machine, the others
     started here as `mlxspec serve` with `flags`. Raises UserError."""
     if "MLX_RANK" in os.environ:
         return _connect([])
-    if count == 1:
-        return Ranks()
+    if size == 1:
+        return ALONE
     command = [sys.executable, "-m", "mlxspec", "serve", *flags]
     children = []
     hosts = tempfile.NamedTemporaryFile("w", suffix=".json")
-    json.dump(_free_ports(count), hosts)
+    json.dump(_free_ports(size), hosts)
     hosts.flush()
     os.environ["MLX_HOSTFILE"] = hosts.name
-    for rank in range(1, count):
+    for rank in range(1, size):
         os.environ["MLX_RANK"] = str(rank)
         children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
     os.environ["MLX_RANK"] = "0"
     return _connect(children, hosts)
 
 
-def _connect(children: Sequence[subprocess.Popen[bytes]], hosts: Any = None) -> Ranks:
+def _connect(children: Sequence[subprocess.Popen[bytes]], hosts: Any = None) -> ProcessGroup:
     # A rank that ends before it has connected interrupts MLX, which would wait for it for ever.
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         why = _why_ended(children)
         if not why:
-            return Ranks(mx.distributed.init(strict=True), children, hosts)
+            return ProcessGroup(mx.distributed.init(strict=True), children, hosts)
     except RuntimeError as error:
         why = _why_ended(children) or line_of(error)
     finally:
@@ -349,9 +352,9 @@ def _connect(children: Sequence[subprocess.Popen[bytes]], hosts: Any = None) -> 
     raise UserError(f"the ranks cannot be connected: {why}")
 
 
-def _free_ports(count: int) -> list[list[str]]:
+def _free_ports(size: int) -> list[list[str]]:
     """An address of this machine for each rank, as the ring wants it."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
     hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
     for each in sockets:
         each.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
+import numpy as np
 from mlx.core import array as Array
 from mlx.nn import Module
 from mlx.utils import tree_flatten
@@ -35,7 +36,7 @@ from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk
-from mlxspec.types import FINAL_NORM, Entry, Plan, Tap
+from mlxspec.types import FINAL_NORM, STATE, Entry, Plan, Tap
 
 FIRST_BLOCKS = 32  # of a pool that grows
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
@@ -83,7 +84,7 @@ class Runner:
         pools = {None: blocks} | dict(windows or {})
         self.view = View(block_size, pools, dict(pools), layout == "gather", kv_bits)
         self._split = False
-        self._highest: Callable[[], Sequence[int]] = lambda: [0 for _ in pools]
+        self.highest: Callable[[], Sequence[int]] = lambda: [0 for _ in pools]
         self.caches: list[Any] = []
         if layout != "solo":
             attention.install(model)
@@ -100,7 +101,7 @@ class Runner:
         # A head's layers: the blocks hold their K and V as well, and all are grown, copied and
         # saved together.
         self.adopted: Sequence[Pages] = ()
-        self.mirror: Any = None  # on rank 0 of several: a Mirror
+        self.complete = True  # no head has failed, whose K and V blocks would lack
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Without a trunk there are none,
@@ -131,7 +132,7 @@ class Runner:
 
     def grow_on_demand(self, highest: Callable[[], Sequence[int]]) -> None:
         """Take memory only up to the `highest` block that was allocated, of each pool."""
-        self._highest = highest
+        self.highest = highest
         for window, size in self.view.num_blocks.items():
             self.view.allocated[window] = min(size, FIRST_BLOCKS)
 
@@ -140,7 +141,7 @@ class Runner:
         pool), so that it is rare. Layer by layer, because the copy of a pool takes memory too."""
         view = self.view
         for group, (window, size) in enumerate(view.num_blocks.items()):
-            used = self._highest()[group] + 1
+            used = self.highest()[group] + 1
             if used <= view.allocated[window]:
                 continue
             blocks = min(size, used + min(used // 2, -(-size // 8)))
@@ -165,8 +166,6 @@ class Runner:
         """Copy whole blocks, (group, source, target) each. Waits for the step in flight."""
         if copies:
             self.grow()
-            if self.mirror:
-                self.mirror.copy(copies)
         for group in {group for group, _, _ in copies}:
             sources = [source for g, source, _ in copies if g == group]
             targets = [target for g, _, target in copies if g == group]
@@ -174,6 +173,55 @@ class Runner:
             content = self.read_blocks(group, sources)
             mx.eval(content)
             self.write_blocks(group, targets, content)
+
+    # ---- blocks and recurrent states for the prefix cache, in memory and on disk ---------------
+
+    def keep(self, state: Any) -> Any:
+        """A copy of an entry's recurrent state for the prefix cache."""
+        return recurrent.own(state)
+
+    def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[Array]:
+        """Start copying the K and V of blocks, by key on disk: [heads, blocks * block_size, D] for
+        each of the group's layers. Of the group STATE it is one recurrent state."""
+        if group == STATE:
+            return next(iter(contents.values()))
+        copies = self.read_blocks(group, list(contents.values()))
+        mx.async_eval(copies)
+        return copies
+
+    def host(self, exported: Sequence[Array]) -> dict[str, np.ndarray]:
+        """The arrays of `export` on the host, as bytes [..., D]. The same bits come back."""
+        return {str(i): np.array(a.view(mx.uint8), order="C") for i, a in enumerate(exported)}
+
+    def start_read(self, key: bytes) -> None:
+        """The run with this last key is being read from disk."""
+
+    def all_read(self, keys: Sequence[bytes], seconds: float) -> bool:
+        """Whether the run with these keys, which was read, can be placed; waits for so long."""
+        return True
+
+    def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
+        """Write blocks number `which` of an export into `blocks`; of the group STATE, a recurrent
+        state is returned. Raises KeyError if an array is missing, before anything is written."""
+        if group == STATE:
+            dtypes = enumerate(self.states.dtypes)
+            return [mx.array(arrays[str(i)]).view(dtype) for i, dtype in dtypes]
+        self.grow()
+        source = np.array(self.view.slots_of(which))
+        content = [
+            mx.array(arrays[str(i)][:, source]).view(pool.dtype)
+            for i, pool in enumerate(pools_of(self.pages_of(group)))
+        ]
+        self.write_blocks(group, blocks, content)
+        mx.async_eval(pools_of(self.pages_of(group)))
+
+    def block_bytes(self, group: int) -> int:
+        """Bytes of one block in all layers of the group."""
+        allocated = list(self.view.allocated.values())[group]
+        return sum(pool.nbytes for pool in pools_of(self.pages_of(group))) // allocated
+
+    def close(self, seconds: float) -> None:
+        """No step will follow."""
 
     # ---- one step ----------------------------------------------------------------------------
 
@@ -187,8 +235,6 @@ class Runner:
         slots = len(ends) * max(ends, default=0)
         self._split = self.view.dense and slots > MAX_PADDED_SLOTS
         plan = sorted(plan, key=self._order)
-        if self.mirror:
-            self.mirror.tell(plan, previous is not None, self._highest(), self.view.taps)
         shift = row_shift = None
         if previous and any(e.inflight_drafts for e in plan):
             shift = previous.shift_of(plan)
@@ -200,8 +246,10 @@ class Runner:
         if pooling:
             self.view.taps = {*asked, FINAL_NORM}
         nans: list[NaNs] = []
-        logits, taps = self._forward(plan, ids, shift, nans)
-        self.view.taps = asked
+        try:
+            logits, taps = self._forward(plan, ids, shift, nans)
+        finally:
+            self.view.taps = asked
         step = Step(plan, ids, rows_of(plan), row_shift, logits, taps, nans)
         if pooling:
             first = starts_of(plan)
@@ -215,8 +263,6 @@ class Runner:
         if not step.rows:
             return None
         sampled = sample(step.logits, step.rows, step.ids, step.shift)
-        if self.mirror:
-            self.mirror.ranks.samples.append(sampled.tokens)
         if sampled.accepted is not None:
             step.recordings = self.states.keep_accepted(sampled.accepted, step.first_row)
         return sampled
@@ -224,8 +270,6 @@ class Runner:
     def cut(self, step: Step, entry: Entry, rows: int) -> None:
         """Bring the recurrent state of an entry that ended at a stop to that after its first `rows`
         rows."""
-        if self.mirror and step.recordings:
-            self.mirror.cut(entry, rows)
         self.states.cut(step.recordings, entry, rows)
 
     def submit(self, step: Step, sampled: Sampled | None) -> Step:

@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 
 from mlxspec import blas, log
 from mlxspec.config import Config, ConfigError, as_flags, check_host, url_of
+from mlxspec.types import UserError, printable
 
 GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step
@@ -81,25 +82,22 @@ def follow(config: Config) -> NoReturn:
     """Run as a rank above 0, until rank 0 ends, and end the process. What stops a server is for
     rank 0, which gets it too. Raises UserError."""
     blas.load()
-    from mlxspec.load import resolve
-    from mlxspec.model.parallel import join
-    from mlxspec.types import RankLost
+    from mlxspec.load import manager
+    from mlxspec.model.parallel import RankLost, join
 
-    ranks = join(config.ranks)
+    group = join(config.ranks)
     _on_signals(signal.SIG_IGN)
 
-    def lost(reason: str) -> None:
-        log.critical("%s", reason)
+    def lost(error: RankLost) -> None:
+        log.critical("%s", error)
         _exit(1)  # a connection may block its thread for ever
 
-    ranks.watch(lost)
+    group.watch(lost)
     try:
-        resolve.follow(config, ranks)
-    except (RuntimeError, RankLost) as error:
-        told = ranks.explain(error)
-        if not isinstance(told, RankLost):
-            log.critical("this rank failed", exc_info=error)
-        lost(str(told))
+        with group.together():
+            manager.follow(config, group)
+    except RankLost as error:
+        lost(error)
     _exit(0)
 
 
@@ -128,16 +126,17 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     """The application, with the default model loaded unless `load_on_request`."""
     blas.load()
     from mlxspec.engine.worker import Worker
-    from mlxspec.load.resolve import make_manager, resolve_models
-    from mlxspec.model.parallel import join
+    from mlxspec.load.manager import make_manager
+    from mlxspec.load.resolve import resolve_models
+    from mlxspec.model.parallel import RankLost, join
 
     flags = shlex.split(as_flags(config))
     # Ranks that mlx.launch started wait half a minute for each other, less than a download takes.
-    ranks = join(config.ranks) if "MLX_RANK" in os.environ else None
+    group = join(config.ranks) if "MLX_RANK" in os.environ else None
     chosen, *others = resolve_models(config)
-    ranks = ranks or join(config.ranks, flags)
+    group = group or join(config.ranks, flags)
     worker = Worker(
-        make_manager([chosen, *others], config, load_on_request, ranks),
+        make_manager([chosen, *others], config, load_on_request, group),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
     )
@@ -147,8 +146,11 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
         chosen.tokenizer  # noqa: B018  cached
         import mlxspec.server.app  # noqa: F401
 
-    ranks.watch(worker.lose)
-    worker.launch(meanwhile)
+    group.watch(worker.die)
+    try:
+        worker.launch(meanwhile)
+    except RankLost as error:
+        raise UserError(str(error)) from error
     from mlxspec.server.app import create_app
 
     announce(f"mlxspec serve {as_flags(config)}")
@@ -158,8 +160,6 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
 
 def announce(text: str) -> None:
     """Print; a full disk or a closed pipe is no reason to stop serving."""
-    from mlxspec.types import printable
-
     try:
         print("\n".join(map(printable, text.split("\n"))), flush=True)
     except OSError:

@@ -13,7 +13,7 @@ from mlxspec.cache import offload
 from mlxspec.cache.disk import DiskCache, read_label
 from mlxspec.cache.offload import MAX_CHAINS, MIN_GAIN
 from mlxspec.engine.engine import Engine
-from mlxspec.model.transfer import Transfer
+from mlxspec.model.runner import Runner
 from tests import tiny
 from tests.tiers import attach, finish
 
@@ -186,7 +186,7 @@ def test_a_failure_switches_the_disk_off_only(
     tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first(tmp_path, "qwen3")
-    monkeypatch.setattr(Transfer, verb, lambda *rest: [][0])
+    monkeypatch.setattr(Runner, verb, lambda *rest: [][0])
     e, disk = start(tmp_path, "qwen3")
     e.add(tiny.request("r", [*PROMPT, 3, 4, *range(40)], 12))
     outputs = finish(e, disk)

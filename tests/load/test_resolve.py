@@ -10,8 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.config import Config, ConfigError
-from mlxspec.load import resolve as module
-from mlxspec.load.resolve import make_manager, resolve_model, resolve_models
+from mlxspec.load import manager as module
+from mlxspec.load.manager import make_manager
+from mlxspec.load.resolve import resolve_model, resolve_models
 from mlxspec.types import UserError
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -93,13 +94,13 @@ def test_whether_a_model_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyP
     limited = make_manager(resolve_models(config := replace(config, memory_gb=2.0)), config)
     assert limited.memory_check(b, (2 << 30) - need) == ""
     assert limited.memory_check(b, (2 << 30) - need + 1).startswith("it needs ")
-    split = make_manager(resolve_models(config), config, ranks=module.Ranks(size=2))
+    split = make_manager(resolve_models(config), config, group=module.ProcessGroup(size=2))
     b = split.slots[1]
     assert split.memory_check(b, (2 << 30) - need + size // 2) == ""
     assert split.memory_check(b, (2 << 30) - need + size - size // 2 + 1)
     # Ranks on one machine: each has half of the memory.
     config = replace(config, ranks=2)
-    local = make_manager(resolve_models(config), config, ranks=module.Ranks(size=2))
+    local = make_manager(resolve_models(config), config, group=module.ProcessGroup(size=2))
     assert local.memory_check(b, (1 << 30) - need + size // 2) == ""
     assert local.memory_check(b, (1 << 30) - need + size - size // 2 + 1)
 

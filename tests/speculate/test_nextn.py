@@ -19,7 +19,7 @@ from mlxspec.config import Config
 from mlxspec.kernels.verify import VerdictFile
 from mlxspec.load.drafting import add_drafters, load_drafting
 from mlxspec.load.measuring import Measuring
-from mlxspec.load.warmup import WarmupCache
+from mlxspec.load.warmup import PromptStore, WarmupCache
 from mlxspec.model.layout import find_layout, load
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
@@ -237,18 +237,20 @@ def test_a_head_is_tried_where_the_pool_has_room(
     monkeypatch.setattr(Measuring, "_acceptance_rate", rate)
     reference = Reference("glm4_moe")
     reference.write(tmp_path)
-    cache = WarmupCache(layout=find_layout(reference.target))
+    cache = WarmupCache(layout=find_layout(reference.target), file=tmp_path / "known.json")
     e = tiny.engine(reference.target, blocks=blocks)
     drafting = load_drafting(reference.target, tmp_path, None, Config())
     add_drafters(e, drafting, Config())
-    decided: list[object] = []
-    left = Measuring(e, cache, lambda: None, (), VerdictFile(tmp_path), drafting.key)
-    left.recall(decided.append)
+    decided: list[str] = []
+    prompts = PromptStore(tmp_path, "tiny", Config(), {})
+    monkeypatch.setattr(PromptStore, "open", lambda _, engine, draft: decided.append(draft))
+    Measuring(e, cache, (), VerdictFile(tmp_path), drafting, prompts).recall()
     assert len(decided) == (not tried)
     e.work_idle()
     assert isinstance(e.proposer, Proposer) and e.proposer.costs
     assert [d.name for d in e.proposer.drafters] == ["copy", "mtp"]
-    assert len(rates) == tried and decided == [e.proposer.drafters[1]]
+    taps = e.proposer.drafters[1].taps
+    assert len(rates) == tried and decided == [f"{drafting.key} {taps}"]
 
 
 def sidecar(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

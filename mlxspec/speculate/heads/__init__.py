@@ -54,7 +54,7 @@ def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
                 )
             return None
         head = LOADERS[files.kind](files, target)
-        cache_bytes(head)  # may fail too
+        head.cached = cache_bytes(head)  # may fail too
     except UnsupportedModel as error:
         why = str(error)
     except KeyError as error:

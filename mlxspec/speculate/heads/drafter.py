@@ -65,10 +65,13 @@ class HeadDrafter(Drafter):
     def detach(self) -> None:
         """Leave the runner as if the head had never been there."""
         self.close()
+        self.runner.complete = True
         self.use(())
 
     def close(self) -> None:
-        self.runner.adopted = ()  # else blocks would be saved whose rows it did not read
+        # Else blocks would be saved whose rows it did not read.
+        self.runner.complete = not self.runner.adopted
+        self.runner.adopted = ()
         self._live.clear()
         # Recurrent states with and without hidden states cannot share a batch.
         if not self.runner.states.layers:

@@ -4,7 +4,7 @@ Rule: a kind is a loader, which returns a HeadModel, and a Pass; all else is the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ from mlx.core import array as Array
 
 from mlxspec.model import attention
 from mlxspec.model.batch import Shift, sampled_rows
+from mlxspec.model.layout import CacheBytes
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
@@ -106,3 +107,4 @@ class HeadModel:
     slot_offset: int = 1
     depth: int = MAX_CHAIN
     tries_taps: bool = False
+    cached: CacheBytes = field(default_factory=CacheBytes)  # once it is loaded

@@ -303,7 +303,7 @@ class MessageWriter(ResponseWriter):
 
 
 def _end(choice: Choice) -> Json:
-    reason, stopped = "end_turn", choice.reader.stopped
+    reason, stopped = "end_turn", choice.stops.stopped
     if choice.finish == "length":
         reason = "max_tokens"
     elif choice.called:

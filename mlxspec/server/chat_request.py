@@ -118,7 +118,7 @@ def _remember(
         for call in choice.calls:
             history.keep_call(call)
         # It is whole and ended by itself: not by a stop string, nor after its only call.
-        cut = choice.reader.stopped is not None or (choice.single and choice.calls)
+        cut = choice.stops.stopped is not None or (choice.single and choice.calls)
         cut = cut or talk.continued
         if choice.finish == "stop" and not cut and choice.ids[-1] in tokenizer.eos_token_ids:
             [turn] = canonical([message(choice)])

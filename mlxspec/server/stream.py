@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlxspec.server.errors import ApiError, Json, unavailable
-from mlxspec.text.detokenizer import Detokenizer
+from mlxspec.text.detokenizer import Detokenizer, StopStrings
 from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
 
@@ -44,6 +44,12 @@ class Choice:
     output: Output = NO_OUTPUT  # the last one; its counts are of the whole choice
     whole: Piece = field(default_factory=Piece)  # all pieces so far as one
     _logprobs: list[Logprob] = field(default_factory=list)  # until their text is released
+    _starts: list[int] = field(default_factory=list)  # likewise
+
+    def __post_init__(self) -> None:
+        self.stops = self.reader.stops
+        if self.parser:
+            self.reader.stops = StopStrings()
 
     def take(self, output: Output) -> Piece:
         """Add an output. Raises ApiError where the engine could not answer."""
@@ -51,22 +57,19 @@ class Choice:
             self.finish = output.finish
             raise failure(output)
         reader, read = self.reader, self.reader.count
-        text = reader.feed(output.tokens)
         self.output = output
+        parts = self._parts(output) if self.parser else self._text(output)
         self.ids += output.tokens[: reader.count - read]
-        if output.finish is not None:
-            text += reader.finish()
-        self.finish = "stop" if reader.stopped is not None else output.finish
-        parts = [Part("content", text)] if text else []
-        if self.parser:
-            parts = self.parser.feed(text)
-            if self.finish is not None:
-                parts += self.parser.finish(cut=self.finish == "length")
+        self.finish = "stop" if self.stops.stopped is not None else output.finish
         ends = [n for n, part in enumerate(parts, 1) if part.ends]
         if self.single and ends:
             del parts[ends[0] :], self.calls[1:]
             self.finish = "stop"
-        starts, reader.released = reader.released, []
+        self._starts += reader.released
+        reader.released = []
+        starts: list[int] = []
+        if self.finish or not (self.parser and self.stops.pending):
+            starts, self._starts = self._starts, []
         self._logprobs += output.logprobs
         logprobs = self._logprobs[: len(starts)]
         del self._logprobs[: len(starts)]
@@ -74,6 +77,41 @@ class Choice:
         self.whole.logprobs += logprobs
         self.whole.starts += starts
         return Piece(parts, logprobs, starts, self.finish)
+
+    def _text(self, output: Output) -> list[Part]:
+        text = self.reader.feed(output.tokens)
+        if output.finish is not None:
+            text += self.reader.finish()
+        return [Part("content", text)] if text else []
+
+    def _parts(self, output: Output) -> list[Part]:
+        """The parts of more tokens, up to a stop string in the content: in the reasoning and in
+        calls it is none. No token behind it is read."""
+        assert self.parser
+        made: list[Part] = []
+        groups = [[token] for token in output.tokens] if self.stops.strings else [output.tokens]
+        for tokens in groups:
+            made += self._up_to_stop(self.parser.feed(self.reader.feed(tokens)))
+            if self.stops.stopped is not None:
+                return made
+        if output.finish is not None:
+            last = self.parser.feed(self.reader.finish())
+            last += self.parser.finish(cut=output.finish == "length")
+            made += self._up_to_stop(last)
+            if self.stops.stopped is None and self.stops.pending:
+                made.append(Part("content", self.stops.flush()))
+        return made
+
+    def _up_to_stop(self, parts: Sequence[Part]) -> list[Part]:
+        made = []
+        for part in parts:
+            if part.kind != "content":
+                made += [Part("content", self.stops.flush()), part]
+                continue
+            made.append(Part("content", self.stops.feed(part.text)))
+            if self.stops.stopped is not None:
+                break
+        return [part for part in made if part.text or part.call]
 
     @property
     def calls(self) -> list[Call]:
@@ -84,7 +122,7 @@ class Choice:
         """Whether it finished with tool calls. A stop string that cuts a call is
         the reason of its own."""
         ends = [part.ends for part in self.whole.parts if part.call]
-        whole = ends and (ends[-1] or self.reader.stopped is None)
+        whole = ends and (ends[-1] or self.stops.stopped is None)
         return bool(whole) and self.finish == "stop"
 
     @property

@@ -31,13 +31,40 @@ def held_back(text: str, strings: Collection[str]) -> int:
     return 0
 
 
+@dataclass(slots=True)
+class StopStrings:
+    """Looks for stop strings in a text that comes in pieces, and ends it before the one that is
+    whole first: `stopped`. What may become one is held back, `pending`."""
+
+    strings: Sequence[str] = ()
+    pending: str = ""
+    stopped: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that is certain now."""
+        self.pending += text
+        found = []
+        for stop in self.strings:
+            if (at := self.pending.find(stop)) >= 0:
+                found.append((at + len(stop), at, stop))
+        if not found:
+            return self.flush(len(self.pending) - held_back(self.pending, self.strings))
+        _, at, self.stopped = min(found)
+        return self.flush(at)
+
+    def flush(self, n: int | None = None) -> str:
+        """Up to `n` characters of what is held back."""
+        text, self.pending = self.pending[:n], self.pending[len(self.pending[:n]) :]
+        return text
+
+
 @dataclass
 class Detokenizer:
     """The detokenizer of one choice. `stop` are stop strings; `stop_tokens` end the text and are
     never shown. An answer does not begin with the space that its first token may carry; with
     `prompt_text_continues` the text goes on from the prompt's and keeps it.
 
-    `stopped` is the stop string that was met. `count` is the number of tokens read, including a
+    `count` is the number of tokens read, including a
     stop token and the token that completed a stop string. `released` has, for each token of whose
     text something was shown, where its text begins: its log-probability may be sent. The caller may
     empty it. Nothing is read after the end.
@@ -53,10 +80,9 @@ class Detokenizer:
         trims = getattr(self.tokenizer.detokenizer, "trim_space", True)
         spelled = is_byte_level(self.tokenizer)  # whose first space is the answer's
         self._trim = trims and not spelled and not self.prompt_text_continues
-        self._pending = ""  # read, not shown: may be the beginning of a stop string
+        self.stops = StopStrings(self.stop)
         self._shown = 0  # characters
         self._starts: deque[int] = deque()  # where the text of each unreleased token begins
-        self.stopped: str | None = None
         self.ended = False
         self.count = 0
         self.released: list[int] = []
@@ -71,7 +97,7 @@ class Detokenizer:
             if token in self.stop_tokens:
                 self.ended = True
                 break
-            self._starts.append(self._shown + len(self._pending))
+            self._starts.append(self._shown + len(self.stops.pending))
             shown.append(self._take(self._utf8.decode(token_bytes(self.tokenizer, token))))
         return "".join(shown)
 
@@ -82,28 +108,25 @@ class Detokenizer:
             return ""
         text = self._take(self._utf8.decode(b"", True))
         if self.stopped is None:
-            text += self._show(len(self._pending))
+            text += self._show(self.stops.flush())
             self.released += self._starts
         return text
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was met."""
+        return self.stops.stopped
 
     def _take(self, text: str) -> str:
         """Adds text; returns what can be shown now."""
         if self._trim and text:
             text, self._trim = text.removeprefix(" "), False
-        self._pending += text
-        found = []
-        for stop in self.stop:
-            if (at := self._pending.find(stop)) >= 0:
-                found.append((at + len(stop), at, stop))
-        if not found:
-            return self._show(len(self._pending) - held_back(self._pending, self.stop))
-        _, at, self.stopped = min(found)  # the first to be complete
-        self.ended = True
-        return self._show(at)
+        shown = self.stops.feed(text)
+        self.ended = self.ended or self.stopped is not None
+        return self._show(shown)
 
-    def _show(self, n: int) -> str:
-        text, self._pending = self._pending[:n], self._pending[n:]
-        self._shown += n
+    def _show(self, text: str) -> str:
+        self._shown += len(text)
         while self._starts and self._starts[0] < self._shown:
             self.released.append(self._starts.popleft())
         return text

@@ -195,11 +195,12 @@ async def test_why_an_answer_ended(make: Make) -> None:
     assert await end(CALL, tools=[LOOK]) == ("tool_use", None)
     assert await end(CALL, tools=[LOOK], max_tokens=10) == ("max_tokens", None)
     stop = {"stop_sequences": ["/é"], "tools": [LOOK]}
-    assert await end(CALL, **stop) == ("stop_sequence", "/é")
+    assert await end(CALL, **stop) == ("tool_use", None)  # it is a string of the answer's text
     assert await end(CALL + CALL.replace("/é", "a"), **{**stop, "stop_sequences": ['a"']}) == (
-        "stop_sequence",
-        'a"',
+        "tool_use",
+        None,
     )
+    assert await end("See /é. " + CALL, **stop) == ("stop_sequence", "/é")
     assert await end(CALL + "and on", **{**stop, "stop_sequences": ["on"]}) == ("tool_use", None)
     assert await end(CALL, tools=[LOOK], tool_choice={"type": "none"}) == ("end_turn", None)
     assert await end(CALL) == ("end_turn", None)
@@ -541,4 +542,4 @@ async def test_a_broken_call(make: Make) -> None:
 
 async def test_half_a_surrogate_pair_in_a_whole_body(make: Make) -> None:
     answer = await ask(make(says=(CALL.replace("é", "\\ud800"),)), tools=[LOOK])
-    assert answer.status == 200 and answer.json["content"][0]["input"] == {"at": "/?"}
+    assert answer.status == 200 and answer.json["content"][0]["input"] == {"at": "/\ufffd"}

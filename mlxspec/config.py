@@ -95,6 +95,12 @@ class Config:
         "Names allowed in `Host` and `Origin` headers, in addition to the loopback names.",
         kind="name,...",
     )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins of web pages and apps that may use the server, as `app://obsidian.md`, in addition"
+        " to pages of allowed hosts.",
+        kind="origin,...",
+    )
     pin: tuple[str, ...] = option(
         (),
         "Names of models that stay in memory: never unloaded to make room or when idle.",

@@ -103,6 +103,8 @@ async def models(http: HttpRequest) -> Response:
 
 async def model(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
+    if not http.path_params["name"]:  # a slash too many
+        return await models(http)
     name = state.resolve_name(http.path_params["name"])
     return JSONResponse(_model(state.worker.models[name]))
 

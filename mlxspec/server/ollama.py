@@ -6,6 +6,7 @@ server does not do (Modelfiles, uploads) is refused with what to do instead.
 """
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -43,6 +44,16 @@ def _turn(message: Any) -> Any:
     return {**said, **message, "content": parts}
 
 
+def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number, as some clients write them: 40.0."""
+    return isinstance(value, float) and value.is_integer()
+
+
+def _tool(tool: Any) -> Any:
+    """A tool of Ollama's, which needs no type."""
+    return {"type": "function", **tool} if isinstance(tool, dict) else tool
+
+
 class Chat(Common):
     """The body of /api/chat, and of /api/show, which reads `model` alone."""
 
@@ -52,7 +63,8 @@ class Chat(Common):
     n: Literal[1] = 1
     stream: bool = True
     messages: Many[Annotated[Json, READABLE, BeforeValidator(_turn)]] = []
-    tools: Items | None = None
+    tools: Many[Annotated[Any, BeforeValidator(_tool)]] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None  # Ollama knows no maximum
     options: Json = {}
     form: Literal["", "json"] | Json = Field("", alias="format")
     think: bool | str | None = None
@@ -63,7 +75,8 @@ class Chat(Common):
     def _with_options(cls, value: Any) -> Any:
         match value:
             case {"options": dict(options)}:
-                return {**options, **value}
+                whole = {k: int(v) for k, v in options.items() if _is_whole(v)}
+                return {**options, **whole, **value}
         return value
 
     @property
@@ -240,7 +253,7 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
         return await respond(model, body, writer, prepare_completion)
     if not body.messages:
         keep = str((body.model_extra or {}).get("keep_alive"))
-        does = "unload" if keep in ("0", "0s", "0m") else "load"
+        does = "unload" if re.fullmatch(r"0+(\.0*)?[a-zµ]*", keep) else "load"
         if does == "unload":
             await model.server.unload(model.name)
         else:  # to stay where it is negative

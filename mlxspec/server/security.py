@@ -2,7 +2,7 @@
 
 Rule: a refused request does not reach the application. Web pages of other sites cannot use the
 server: their Origin is foreign, and a DNS name rebound to this address is not an allowed Host.
-There is no CORS.
+Pages of this machine, and origins that the settings name, may read the answers (CORS).
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,11 +34,22 @@ LINGER_S = 2.0  # for the rest of a refused request
 def protect(app: ASGIApp, config: Config) -> ASGIApp:
     """`app`, called after the checks."""
 
+    app = CORSMiddleware(
+        app,
+        allow_origin_regex=".*",  # of those that pass the check
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=("x-request-id", "x-mlxspec-ignored", "retry-after"),
+    )
+
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        asks_first = scope["method"] == "OPTIONS"  # a browser's preflight has no key
         try:
             _check_host(headers, config)
-            if config.api_key and scope["path"] not in NO_KEY:
+            _check_origins(headers, config)
+            if config.api_key and scope["path"] not in NO_KEY and not asks_first:
                 _check_key(headers, config.api_key)
             if "content-length" in headers and "transfer-encoding" in headers:
                 # A proxy in front could go by the other end of the body (smuggling).
@@ -47,7 +59,10 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
                 why = f"too many requests at the same time; send it again in {RETRY_S} s"
                 raise ApiError(503, why, headers={"Retry-After": str(RETRY_S)})
         except ApiError as error:
-            return await _refuse(error_response(scope, error), scope, receive, send)
+            response = error_response(scope, error)
+            if error.status != 403 and "origin" in headers:
+                response.headers["access-control-allow-origin"] = headers["origin"]
+            return await _refuse(response, scope, receive, send)
         await app(scope, receive, send)
 
     return protected
@@ -71,21 +86,34 @@ async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send
     await response(scope, receive, closing)
 
 
+def _allowed_hosts(config: Config) -> set[str]:
+    return LOOPBACK | {name.lower() for name in (config.host, *config.allowed_hosts)}
+
+
 def _check_host(headers: Headers, config: Config) -> None:
     """Refuse names that are not this server's. Where it listens on any address, an IP address is:
     it cannot be rebound, a name can."""
-    allowed = LOOPBACK | {name.lower() for name in (config.host, *config.allowed_hosts)}
     host = headers.get("host", "")
-    names = [(host, _name(HOST, host))]
-    listens = _address(config.host)
-    if listens and listens.is_unspecified and _address(names[0][1]):
-        allowed.add(names[0][1])
-    names += [(origin, _name(ORIGIN, origin)) for origin in headers.getlist("origin")]
-    for value, name in names:
-        if not name or name not in allowed:
-            at = value[:200]
-            why = f"{at!r} is not a name of this server; start it with --allowed-hosts NAME"
-            raise ApiError(403, why, code="host_not_allowed")
+    name, listens = _name(HOST, host), _address(config.host)
+    if listens and listens.is_unspecified and _address(name):
+        return
+    if not name or name not in _allowed_hosts(config):
+        why = f"{host[:200]!r} is not a name of this server; start it with --allowed-hosts NAME"
+        raise ApiError(403, why, code="host_not_allowed")
+
+
+def _check_origins(headers: Headers, config: Config) -> None:
+    """Refuse pages of other sites: not of an allowed host, nor named by the settings, where a list
+    of hosts may have origins too."""
+    hosts = _allowed_hosts(config) | {_name(HOST, headers.get("host", ""))}
+    named = {*config.allowed_origins, *config.allowed_hosts}
+    for origin in headers.getlist("origin"):
+        name = _name(ORIGIN, origin)
+        listed = ("://" in origin or origin == "null") and origin in named
+        if not listed and not (name and name in hosts):
+            at = origin[:200]
+            why = f"pages of {at!r} may not use this server; start it with --allowed-origins ORIGIN"
+            raise ApiError(403, why, code="origin_not_allowed")
 
 
 def _name(form: re.Pattern[str], value: str) -> str:

@@ -50,11 +50,13 @@ DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
 def known_name(name: str, tools: Collection[str]) -> str:
-    """The tool that a model calls by this name, with its namespace and number as Kimi writes them.
-    Raises ValueError where there is none."""
+    """The tool that a model calls by this name: with a namespace and a number as Kimi writes them,
+    or without the tool's own namespace. Raises ValueError where there is none."""
     for each in (name, re.sub(r"\A\w+[.:]|:?\d+\Z", "", name), re.sub(r":?\d+\Z", "", name)):
         if each in tools:
             return each
+    if known := [tool for tool in tools if tool.endswith(f"__{name}")]:
+        return known[0]
     raise ValueError(f"there is no tool {name!r}")
 
 

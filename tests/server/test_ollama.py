@@ -185,7 +185,7 @@ async def test_a_stop_string(make: Make) -> None:
     [
         ("/api/chat", {"model": "other"}, 404, "'other' is not served"),
         ("/api/show", {"model": "other"}, 404, "'other' is not served"),
-        ("/api/chat", {"options": {"temperature": 9}}, 400, "temperature = 9"),
+        ("/api/chat", {"options": {"temperature": -9}}, 400, "temperature = -9"),
         ("/api/chat", {"options": {"num_predict": "x"}}, 400, 'num_predict = "x"'),
         ("/api/chat", {"options": []}, 400, "options = []"),
         ("/api/chat", {"options": {"mirostat": 1}}, 400, "mirostat = 1 is not supported"),

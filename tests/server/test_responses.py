@@ -339,7 +339,7 @@ async def test_silence_is_broken_by_an_event(make: Callable[..., Server]) -> Non
             "input[0].content[0].type",
         ),
         ({"input": "word " * 9000}, 400, "context_length_exceeded", "input"),
-        ({"tools": [{"type": "mcp"}]}, 400, None, "tools[0]"),
+        ({"tools": [{"type": 5}]}, 400, None, "tools[0]"),
         (
             {"previous_response_id": "resp_1"},
             400,

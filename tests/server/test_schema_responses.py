@@ -11,7 +11,6 @@ from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import UNSUPPORTED
 from mlxspec.server.responses.schema import (
     HOSTED_ITEMS,
-    HOSTED_TOOLS,
     Create,
     Tool,
     chat_messages,
@@ -318,7 +317,6 @@ def test_no_tools() -> None:
             {"type": "namespace", "name": "n", "tools": [{"type": "custom"}]},
             "tools[0].tools[0].name",
         ),
-        *(({"type": kind}, "tools[0]") for kind in HOSTED_TOOLS),
     ],
 )
 def test_wrong_tools(tool: Any, at: str) -> None:

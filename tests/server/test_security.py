@@ -16,7 +16,9 @@ pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 
 
-async def ask(config: Config, path: str = "/v1/models", **headers: str) -> Answer:
+async def ask(
+    config: Config, path: str = "/v1/models", method: str = "GET", **headers: str
+) -> Answer:
     """What a tiny application behind the checks answers."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -25,7 +27,7 @@ async def ask(config: Config, path: str = "/v1/models", **headers: str) -> Answe
 
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await inside(
-        Connection(protect(app, config), path, method="GET", headers=named)
+        Connection(protect(app, config), path, method=method, headers=named)
     ).answer()
 
 
@@ -147,7 +149,28 @@ async def test_origin_where_any_address_may_be_ours(origin: str, ok: bool) -> No
 async def test_origin(origin: str, ok: bool) -> None:
     answer = await ask(Config(allowed_hosts=("page.example",)), origin=origin)
     assert answer.status == (200 if ok else 403)
-    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert answer.headers.get("access-control-allow-origin") == (origin if ok else None)
+
+
+async def test_a_page_asks_first() -> None:
+    """A preflight needs no key, and says what the page may send; an app's origin is allowed by a
+    setting, which the error of others names."""
+    config = Config(api_key="sesame", allowed_origins=("app://obsidian.md",))
+    asks = {
+        "access_control_request_method": "POST",
+        "access_control_request_headers": "authorization,content-type",
+    }
+    for origin in ("app://obsidian.md", "http://localhost:3000"):
+        answer = await ask(config, method="OPTIONS", origin=origin, **asks)
+        assert answer.status == 200, answer.body
+        assert answer.headers["access-control-allow-origin"] == origin
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        refused = await ask(config, origin=origin)  # without the key, told to the page
+        assert refused.status == 401 and refused.headers["access-control-allow-origin"] == origin
+    for origin in ("app://other", "https://evil.example"):
+        answer = await ask(config, method="OPTIONS", origin=origin, **asks)
+        assert answer.status == 403 and b"--allowed-origins" in answer.body
+        assert "access-control-allow-origin" not in answer.headers
 
 
 @pytest.mark.parametrize(

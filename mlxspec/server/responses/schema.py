@@ -25,11 +25,6 @@ HOSTED_ITEMS = frozenset(
     " mcp_call mcp_approval_request mcp_approval_response tool_search_call"
     " tool_search_output".split()
 )
-# Tools that the client's task depends on; other unknown tools are left out.
-HOSTED_TOOLS = frozenset(
-    "file_search mcp code_interpreter computer computer_use_preview local_shell shell"
-    " apply_patch".split()
-)
 GAP = "\n\n"  # between two messages, or two summaries, that become one text
 
 
@@ -131,8 +126,8 @@ def known_tools(
         elif kind in ("function", "custom"):
             tool = validate(Tool, {**given, "namespace": namespace}, here)
             known[tool.full_name] = tool
-        elif not isinstance(kind, str) or kind in HOSTED_TOOLS:
-            raise wrong(here, given, "run the tool yourself and send it as a function")
+        elif not isinstance(kind, str):
+            raise wrong(here, given, "send a function, with type, name and parameters")
         else:
             ignored.append(f"tools[].{kind}")
     return known

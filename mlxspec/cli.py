@@ -57,7 +57,8 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def about(
     version: Annotated[
-        bool, typer.Option("--version", metavar="", help="Print the version.")
+        bool,
+        typer.Option("--version", metavar="", help="Print the version."),
     ] = False,
 ) -> None:
     """A local server for language models on Apple Silicon, built on MLX."""
@@ -97,12 +98,14 @@ def bench(
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="<model>", help="A head or small model that drafts tokens; off: neither."
+            metavar="<model>",
+            help="A head or small model that drafts tokens; off: neither.",
         ),
     ] = None,
     workload: Annotated[Workload, typer.Option(help="Prompts: edits, code, chat or all.")] = "all",
     max_tokens: Annotated[
-        int, typer.Option(min=1, metavar="<tokens>", help="Most tokens of an answer.")
+        int,
+        typer.Option(min=1, metavar="<tokens>", help="Most tokens of an answer."),
     ] = 256,
     streams: Annotated[
         int,
@@ -131,14 +134,17 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="<dir>", help="Code and documents to learn from; hidden files are left out."
+            metavar="<dir>",
+            help="Code and documents to learn from; hidden files are left out.",
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1000, metavar="<tokens>", help="Training tokens.")
+        int,
+        typer.Option(min=1000, metavar="<tokens>", help="Training tokens."),
     ] = 300_000,
     epochs: Annotated[
-        int, typer.Option(min=1, max=20, metavar="<int>", help="Training epochs.")
+        int,
+        typer.Option(min=1, max=20, metavar="<int>", help="Training epochs."),
     ] = 1,
     draft_vocab_size: Annotated[
         int | None,
@@ -183,7 +189,8 @@ def load_model(model: Served, url: Url = None, api_key: Key = None) -> None:
 def stop(
     model: Served,
     force: Annotated[
-        bool, typer.Option("--force", metavar="", help="Unload it even if it is pinned.")
+        bool,
+        typer.Option("--force", metavar="", help="Unload it even if it is pinned."),
     ] = False,
     url: Url = None,
     api_key: Key = None,

@@ -24,7 +24,12 @@ class NotRunning(ClientError):
 
 @contextmanager
 def request(
-    url: str, api_key: str, method: str, path: str, body: Any = None, timeout: float = TIMEOUT_S
+    url: str,
+    api_key: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    timeout: float = TIMEOUT_S,
 ) -> Iterator[http.client.HTTPResponse]:
     """The response with status 200 to a JSON `body`. `url` has no / at its end; `timeout` is in
     seconds without a byte.
@@ -54,9 +59,9 @@ def request(
         raise NotRunning(f"no server at {url}; start one with: mlxspec serve") from error
     except (OSError, http.client.HTTPException) as error:
         raise ClientError(
-            f"{url}: {error or type(error).__name__}; see the server's log"
+            f"{url}: {error or type(error).__name__}; see the server's log",
         ) from error
     except Exception as error:  # in reading what another program answers
         raise ClientError(
-            f"the program at {url} is not mlxspec ({error!r}); give another --url, or stop it"
+            f"the program at {url} is not mlxspec ({error!r}); give another --url, or stop it",
         ) from error

@@ -76,10 +76,14 @@ class Config:
         kind="model",
     )
     others: tuple[str, ...] = option(
-        (), "More models, each loaded on its first request; NAME=MODEL sets the name.", kind="model"
+        (),
+        "More models, each loaded on its first request; NAME=MODEL sets the name.",
+        kind="model",
     )
     name: str = option(
-        "", "Name of the (first) model in the API; empty: the model's own name.", kind="name"
+        "",
+        "Name of the (first) model in the API; empty: the model's own name.",
+        kind="name",
     )
     host: str = option(
         "127.0.0.1",
@@ -88,7 +92,10 @@ class Config:
     )
     port: int = option(8080, "Port to listen on; 0: any free port.", 65535)
     api_key: str = option(
-        "", "API key that clients must send; empty: no key.", secret=True, kind="key"
+        "",
+        "API key that clients must send; empty: no key.",
+        secret=True,
+        kind="key",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -120,13 +127,22 @@ class Config:
         low=1,
     )
     max_sequences: int = option(
-        16, "Most sequences that run at the same time, in one batch.", 256, low=1
+        16,
+        "Most sequences that run at the same time, in one batch.",
+        256,
+        low=1,
     )
     max_queue: int = option(
-        64, "Most requests that wait; further ones get status 429.", 4096, low=1
+        64,
+        "Most requests that wait; further ones get status 429.",
+        4096,
+        low=1,
     )
     context: int = option(
-        0, "Context length (prompt and output) in tokens; 0: the model's.", 2**24, kind="tokens"
+        0,
+        "Context length (prompt and output) in tokens; 0: the model's.",
+        2**24,
+        kind="tokens",
     )
     block_size: int = option(32, "Tokens in a KV block.", 512, low=1, kind="tokens")
     kv_blocks: int = option(0, "Number of KV blocks; 0: by free memory.", 2**24, kind="blocks")
@@ -153,7 +169,10 @@ class Config:
         kind="layout",
     )
     prefill_budget: int = option(
-        0, "Prompt tokens computed in one step; 0: set by time.", 65_536, kind="tokens"
+        0,
+        "Prompt tokens computed in one step; 0: set by time.",
+        65_536,
+        kind="tokens",
     )
     decode_gap_ms: int = option(
         250,
@@ -207,7 +226,10 @@ class Config:
         kind="seconds",
     )
     drain_s: float = option(
-        30.0, "Seconds for running requests to finish at shutdown.", 3600, kind="seconds"
+        30.0,
+        "Seconds for running requests to finish at shutdown.",
+        3600,
+        kind="seconds",
     )
     cache_dir: str = option(
         "",
@@ -215,7 +237,10 @@ class Config:
         kind="dir",
     )
     cache_gb: float = option(
-        10.0, "Disk space for the prefix cache in GiB; 0: it is in memory only.", 2**20, kind="GiB"
+        10.0,
+        "Disk space for the prefix cache in GiB; 0: it is in memory only.",
+        2**20,
+        kind="GiB",
     )
     record: bool = option(
         False,
@@ -223,7 +248,10 @@ class Config:
         " learn from.",
     )
     log_level: str = option(
-        "info", "Log level.", choices=("debug", "info", "warning", "error"), kind="level"
+        "info",
+        "Log level.",
+        choices=("debug", "info", "warning", "error"),
+        kind="level",
     )
 
     @property
@@ -242,7 +270,8 @@ TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 
 
 def load(
-    flags: Mapping[str, str | Sequence[str] | None], env: Mapping[str, str] = os.environ
+    flags: Mapping[str, str | Sequence[str] | None],
+    env: Mapping[str, str] = os.environ,
 ) -> Config:
     """The settings from file, variables and flags. A flag of None or [] and an empty variable count
     as unset.
@@ -337,7 +366,7 @@ def _checked(name: str, value: Any, source: str) -> Any:
     """`value`, which may be text, in the type of the setting. Raises ConfigError."""
     if name not in TABLE:
         raise ConfigError(
-            f"{source}: there is no setting {name!r}; docs/configuration.md lists them all"
+            f"{source}: there is no setting {name!r}; docs/configuration.md lists them all",
         )
     row = TABLE[name]
     kind: Any = int if row.default is None else type(row.default)

@@ -73,7 +73,10 @@ class Metrics:
             buckets=SECONDS,
         )
         self.between_tokens = histogram(
-            "mlxspec_between_tokens_seconds", "From token to token.", MODEL, buckets=GAPS
+            "mlxspec_between_tokens_seconds",
+            "From token to token.",
+            MODEL,
+            buckets=GAPS,
         )
         self.duration = histogram(
             "mlxspec_request_seconds",
@@ -97,7 +100,9 @@ class Metrics:
             value = max((getattr(one.stats, name) for one in served.values()), default=0)
             yield GaugeMetricFamily(f"mlxspec_{name}", text, value=value)
         depths = HistogramMetricFamily(
-            "mlxspec_draft_depth", "Tokens drafted per round; 0 where none were.", labels=MODEL
+            "mlxspec_draft_depth",
+            "Tokens drafted per round; 0 where none were.",
+            labels=MODEL,
         )
         for model, one in served.items():
             reached = Counter[int]()  # rounds whose drafts have a token at this position

@@ -154,7 +154,9 @@ def figures(pairs: Pairs) -> dict[str, float]:
 
 
 def run_group(
-    engine: Engine, speculator: Speculator, requests: Sequence[Request]
+    engine: Engine,
+    speculator: Speculator,
+    requests: Sequence[Request],
 ) -> dict[str, Answer]:
     """Run the requests at the same time. Raises InvalidRequest for a prompt that is too long."""
     engine.proposer = speculator
@@ -182,7 +184,7 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
         for task in tasks_of(name)[: max(TASKS, streams)]:
             prompt = prompt_of(task, model.tokenizer)
             requests.append(
-                Request(task.name, prompt, max_tokens, sampling=Sampling(0.0), stop_tokens=stop)
+                Request(task.name, prompt, max_tokens, sampling=Sampling(0.0), stop_tokens=stop),
             )
         pairs = measure(engine, speculator, requests, streams)
         found = figures(pairs)
@@ -200,7 +202,10 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
 
 
 def measure(
-    engine: Engine, speculator: Speculator, requests: Sequence[Request], streams: int
+    engine: Engine,
+    speculator: Speculator,
+    requests: Sequence[Request],
+    streams: int,
 ) -> Pairs:
     """Run the requests on both sides, `streams` at a time; the side that goes first alternates."""
     sides = [NoSpeculation(), speculator]

@@ -26,7 +26,8 @@ def chat(
     url: Url = None,
     api_key: Key = None,
     system: Annotated[
-        str, typer.Option(metavar="<text>", help="A system message for the conversation.")
+        str,
+        typer.Option(metavar="<text>", help="A system message for the conversation."),
     ] = "",
     temperature: Annotated[
         float | None,

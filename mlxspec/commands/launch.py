@@ -27,7 +27,11 @@ AGENTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("agents.toml").r
 
 
 def settings_of(
-    name: str, url: str, key: str, model: str, context: int
+    name: str,
+    url: str,
+    key: str,
+    model: str,
+    context: int,
 ) -> tuple[dict[str, str], list[str]]:
     """The variables and the flags that point an agent at the server, whose `url` is without /v1."""
     agent = AGENTS[name]
@@ -62,15 +66,19 @@ def launch(
         ),
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the agent.")
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Arguments for the agent."),
     ] = None,
     show: Annotated[
-        bool, typer.Option("--print", metavar="", help="Print the command instead of running it.")
+        bool,
+        typer.Option("--print", metavar="", help="Print the command instead of running it."),
     ] = False,
     model: Annotated[
         str,
         typer.Option(
-            metavar="<name>", help="A served model; default: the first.", show_default=False
+            metavar="<name>",
+            help="A served model; default: the first.",
+            show_default=False,
         ),
     ] = "default",
     url: Url = None,

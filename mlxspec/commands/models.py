@@ -149,6 +149,6 @@ def models(as_json: AsJson = False) -> None:
     for one in found:
         path = str(one.path or "not downloaded").replace(str(Path.home()), "~")
         rows.append(
-            (one.name, one.kind, format_size(one.bytes), one.fits, one.tools, one.head, path)
+            (one.name, one.kind, format_size(one.bytes), one.fits, one.tools, one.head, path),
         )
     print_table(("name", "kind", "size", "fits", "tools", "head", "path"), rows)

@@ -125,7 +125,10 @@ def _parameter(setting: str) -> inspect.Parameter:
         text += f" Default: {default}."
     value: Any = str
     info: Any = typer.Option(
-        flag(setting), metavar=f"<{kind}>", help=text, autocompletion=lambda: choices
+        flag(setting),
+        metavar=f"<{kind}>",
+        help=text,
+        autocompletion=lambda: choices,
     )
     if setting in ARGUMENTS:
         value = type(kind, (str,), {})  # as ModelName

@@ -72,7 +72,8 @@ def service_status() -> None:
 @service.command("logs")
 def service_logs(
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", metavar="", help="Wait for new lines.")
+        bool,
+        typer.Option("-f", "--follow", metavar="", help="Wait for new lines."),
     ] = False,
 ) -> None:
     """Show the last 100 lines of the service's log."""

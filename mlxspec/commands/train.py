@@ -123,7 +123,7 @@ def train(config: Config, options: Options, server: Server) -> int:
             before = _tokens_per_round(config, compared, server.wait)
             after = _tokens_per_round(replace(config, draft=str(made)), compared, server.wait)
             print(
-                f"held-out prompts: {before:.2f} tokens a round before, {after:.2f} with the head"
+                f"held-out prompts: {before:.2f} tokens a round before, {after:.2f} with the head",
             )
             if after > before:
                 install(made, made.with_name(name))
@@ -146,7 +146,11 @@ def train(config: Config, options: Options, server: Server) -> int:
 
 
 def _train(
-    model: ResolvedModel, options: Options, work: Path, made: Path, server: Server
+    model: ResolvedModel,
+    options: Options,
+    work: Path,
+    made: Path,
+    server: Server,
 ) -> list[Sample]:
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""
@@ -179,7 +183,8 @@ def _train(
 
 
 def _own_samples(
-    model: ResolvedModel, texts: Sequence[tuple[str, str]]
+    model: ResolvedModel,
+    texts: Sequence[tuple[str, str]],
 ) -> Iterator[tuple[str, Sample]]:
     """Answers that were recorded, the newest first, and the user's texts but those held out; each
     after its subject."""
@@ -215,7 +220,7 @@ def _answers(
     answering = left * _seconds_per_token(engine)
     print(
         f"time: about {answering / 60:.0f} min to answer prompts and {training / 60:.0f} min to"
-        " train; Ctrl-C stops"
+        " train; Ctrl-C stops",
     )
     found = []
     with progress("Answering prompts") as report:
@@ -255,7 +260,10 @@ def _request(text: str, tokenizer: Tokenizer) -> Request:
 
 
 def _new_trainer(
-    model: ResolvedModel, options: Options, learned: Sequence[Sample], steps: int
+    model: ResolvedModel,
+    options: Options,
+    learned: Sequence[Sample],
+    steps: int,
 ) -> tuple[Trainer, HeadFiles]:
     """The trainer of the head that was trained before, or of a new one, and the head's files. Says
     what memory training takes before the model's weights are read. Raises OutOfMemory, and
@@ -283,7 +291,12 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
     """Of greedy answers to the prompts of samples, with what drafts by these settings."""
     release_memory()
     config = replace(
-        config, speculate=True, cache_gb=0.0, context=CONTEXT, max_sequences=1, others=()
+        config,
+        speculate=True,
+        cache_gb=0.0,
+        context=CONTEXT,
+        max_sequences=1,
+        others=(),
     )
     model = resolve_model(config)
     wait()  # what drafting costs is measured at the load

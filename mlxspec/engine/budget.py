@@ -41,7 +41,8 @@ class PrefillBudget:
     largest: int = 0
     coefficients: np.ndarray = field(default_factory=GUESS.copy, compare=False)
     _covariance: np.ndarray = field(
-        default_factory=lambda: np.diag((UNKNOWN * GUESS) ** 2), compare=False
+        default_factory=lambda: np.diag((UNKNOWN * GUESS) ** 2),
+        compare=False,
     )
 
     def rows(self, plan: Plan, context: int, decoding: bool) -> int:

@@ -346,7 +346,12 @@ class ModelManager:
         assert slot.engine
         stats = slot.engine.stats()
         slot.last_stats = replace(
-            stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0, disk_bytes=0
+            stats,
+            blocks_cached=0,
+            blocks_free=0,
+            states=0,
+            step_seconds=0,
+            disk_bytes=0,
         )
         slot.engine.close(UNLOAD_S)
         slot.engine = None

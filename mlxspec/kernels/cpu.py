@@ -67,7 +67,12 @@ def install(model: nn.Module) -> None:
 
 
 def attention(
-    q: Array, k: Array, v: Array, scale: float, mask: Array | str | None, sinks: Array | None
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    mask: Array | str | None,
+    sinks: Array | None,
 ) -> Array:
     """mx.fast.scaled_dot_product_attention: softmax(scale * q k^T) v, [B, heads, L, Dv] of q
     [B, heads, L, D], k [B, kv_heads, S, D] and v [B, kv_heads, S, Dv]; `mask`: "causal", or bool

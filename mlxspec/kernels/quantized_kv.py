@@ -32,7 +32,7 @@ class Packing:
                 return group
         raise UnsupportedModel(
             f"kv_bits = {self.bits} takes {GROUPS[-1]} values at a time, and a head of K or V has"
-            f" {self.dim}; give 0"
+            f" {self.dim}; give 0",
         )
 
     @property

@@ -274,7 +274,10 @@ def allow(x: Array, masks: Sequence[bytes]) -> Array:
 
 
 def sample_accept(
-    logits: Array, draws: Draws, inputs: Array | None = None, drafts: Sequence[tuple[int, int]] = ()
+    logits: Array,
+    draws: Draws,
+    inputs: Array | None = None,
+    drafts: Sequence[tuple[int, int]] = (),
 ) -> tuple[Array, Array | None]:
     """Sampled tokens int32 [R] of float logits [R, vocab]; the lowest of equal ones. NOT_FINITE for
     a row in which one that its mask allows is NaN or infinite, and for one without a mask in which

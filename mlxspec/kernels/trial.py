@@ -116,7 +116,7 @@ def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> V
         if not most:
             top = max(gains.values())
             rejected.append(
-                f"{variant}: right, but at most {top:.2f} times as fast; {WIN} is required"
+                f"{variant}: right, but at most {top:.2f} times as fast; {WIN} is required",
             )
             best.gains = best.gains or gains
         elif not best.way or sum(gains.values()) > sum(best.gains.values()):
@@ -159,7 +159,10 @@ def compare(case: Case, call: Call, timer: Timer) -> None:
 
 
 def relative_error(
-    got: Array, want: Array, tolerance: float, dtype: mx.Dtype = mx.float32
+    got: Array,
+    want: Array,
+    tolerance: float,
+    dtype: mx.Dtype = mx.float32,
 ) -> float:
     """The largest difference relative to the largest value; `want` is finite.
 

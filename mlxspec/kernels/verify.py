@@ -141,7 +141,9 @@ def verify(
             _try_all(unknown, file, report, check)
     except OSError as error:
         log.warning(
-            "%s: %s; no kernel is tried, because a crash could not be recorded", file.folder, error
+            "%s: %s; no kernel is tried, because a crash could not be recorded",
+            file.folder,
+            error,
         )
     return recall(cases, file)
 

@@ -75,7 +75,10 @@ class Drafting:
         return own._replace(token=token, state=own.state and own.state + kept.state)
 
     def plan(
-        self, make: Callable[..., MemoryPlan], size: int, own: CacheBytes | None = None
+        self,
+        make: Callable[..., MemoryPlan],
+        size: int,
+        own: CacheBytes | None = None,
     ) -> MemoryPlan:
         """What `make` plans for the model, whose weights have `size` bytes and whose caches take
         `own`, and what drafts for it; without a head that does not fit. Raises OutOfMemory."""
@@ -104,13 +107,13 @@ class Drafting:
             if not target.can_draft:
                 raise UnsupportedModel(
                     f"--draft: rejected drafts cannot be rolled back in the {target.layout} layout"
-                    " of this model; leave --draft out"
+                    " of this model; leave --draft out",
                 )
             try:
                 self.fit = find_layout(self.small, "rows")
             except UnsupportedModel as error:
                 raise UnsupportedModel(
-                    f"{self.path} cannot draft: {error}; give another --draft"
+                    f"{self.path} cannot draft: {error}; give another --draft",
                 ) from error
         if self.head and not (target.can_draft and target.trunk):
             log.warning("decoding without a head: this model cannot use one here")

@@ -100,7 +100,10 @@ def _check_same(path: Path, facts: str, config: Config, group: ProcessGroup) -> 
 
 
 def _check_fits(
-    model: Module, plan_for: Callable[..., MemoryPlan], kv_bits: int, group: ProcessGroup
+    model: Module,
+    plan_for: Callable[..., MemoryPlan],
+    kv_bits: int,
+    group: ProcessGroup,
 ) -> None:
     """Check that weights and the least caches fit into memory, before weights are read. Raises
     OutOfMemory."""
@@ -125,7 +128,11 @@ def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup)
 
 
 def _recall_kernels(
-    model: Module, layout: LayoutChoice, drafting: Drafting, config: Config, group: ProcessGroup
+    model: Module,
+    layout: LayoutChoice,
+    drafting: Drafting,
+    config: Config,
+    group: ProcessGroup,
 ) -> list[Case]:
     """The kernels of the model and of what drafts, whose K/V are not quantized; those that earlier
     starts found to be faster are used from now on. A group of several has none, as the results of
@@ -140,7 +147,10 @@ def _recall_kernels(
 
 
 def _agree_on_pools(
-    plan: MemoryPlan, layout: LayoutChoice, config: Config, group: ProcessGroup
+    plan: MemoryPlan,
+    layout: LayoutChoice,
+    config: Config,
+    group: ProcessGroup,
 ) -> dict[str, str]:
     """What the K/V of this rank depend on; those of all must be alike. Raises UnsupportedModel."""
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
@@ -190,7 +200,12 @@ def _build(
     The pools grow as they are used."""
     meter.bound(memory.headroom() // 2)  # the other half is for a step's activations
     runner = layout.runner(
-        model, config.block_size, plan.blocks, make, windows=plan.windows, kv_bits=config.kv_bits
+        model,
+        config.block_size,
+        plan.blocks,
+        make,
+        windows=plan.windows,
+        kv_bits=config.kv_bits,
     )
     pool = partial(BlockPool, block_size=config.block_size)
     states = None
@@ -237,9 +252,8 @@ def _warm_up(engine: Engine, config: Config) -> None:
     budget is made afterwards, so that it learns nothing from compiling."""
     limit = engine.scheduler.limit
     if limit < 2:
-        raise UnsupportedModel(
-            f"a context of {limit} tokens has no room for an answer; raise --context or --kv-blocks"
-        )
+        why = f"a context of {limit} tokens has no room for an answer"
+        raise UnsupportedModel(f"{why}; raise --context or --kv-blocks")
     for token in range(2):
         engine.add(Request("warm-up", (token,), 1))
     while engine.busy:

@@ -47,7 +47,9 @@ def make_manager(
 
 
 def _load(
-    model: ResolvedModel, slots: Sequence[ModelSlot], group: ProcessGroup
+    model: ResolvedModel,
+    slots: Sequence[ModelSlot],
+    group: ProcessGroup,
 ) -> tuple[Engine, ModelInfo]:
     """Load a model beside those of `slots`, on all ranks."""
     group.call(model.name, "load")
@@ -66,7 +68,10 @@ def _reserved(slots: Sequence[ModelSlot]) -> int:
 
 
 def _why_too_large(
-    slots: Sequence[ModelSlot], config: Config, slot: ModelSlot, staying: int
+    slots: Sequence[ModelSlot],
+    config: Config,
+    slot: ModelSlot,
+    staying: int,
 ) -> str:
     """Why a model does not fit now, "" if it does, beside loaded ones of so many bytes."""
     need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)

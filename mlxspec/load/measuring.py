@@ -159,7 +159,11 @@ class Measuring:
             self.engine.scheduler.kv.evict_cached()  # with K/V that the head made of the other
 
     def _acceptance_rate(
-        self, proposer: Proposer, head: HeadDrafter, tap: Tap, check: Check
+        self,
+        proposer: Proposer,
+        head: HeadDrafter,
+        tap: Tap,
+        check: Check,
     ) -> float:
         """Of drafts of one token in a few answers, with the head reading the hidden state `tap`.
         They leave no trace in the prefix cache and the engine's counters."""

@@ -52,7 +52,11 @@ class MemoryPlan:
 
 
 def make_plan(
-    config: Config, context: int, weights: int, cache: CacheSizes, free: int
+    config: Config,
+    context: int,
+    weights: int,
+    cache: CacheSizes,
+    free: int,
 ) -> MemoryPlan:
     """Divide `free` bytes beside `weights`: first what a few conversations need, from half of what
     the least leaves, then pools and states, each cut by the same part if needed.
@@ -84,7 +88,10 @@ def make_plan(
 
 
 def _raised(
-    pools: Sequence[PoolLimits], counts: Sequence[int], tops: Sequence[int], rest: int
+    pools: Sequence[PoolLimits],
+    counts: Sequence[int],
+    tops: Sequence[int],
+    rest: int,
 ) -> list[int]:
     """`counts` of units, each raised by the same part of the way to its top, for `rest` bytes."""
     missing = [max(0, top - n) for n, top in zip(counts, tops, strict=True)]
@@ -101,7 +108,11 @@ def _bytes(pools: Sequence[PoolLimits], counts: Sequence[int]) -> int:
 
 
 def _pool_limits(
-    config: Config, context: int, token_bytes: int, windows: Mapping[int, int], state_bytes: int
+    config: Config,
+    context: int,
+    token_bytes: int,
+    windows: Mapping[int, int],
+    state_bytes: int,
 ) -> list[PoolLimits]:
     """Of blocks for full attention, blocks of each window, running states, and snapshots."""
     size, sequences = config.block_size, config.max_sequences

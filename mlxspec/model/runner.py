@@ -317,7 +317,11 @@ class Runner:
         return self._form(e), group[1]
 
     def _forward(
-        self, plan: Plan, ids: Array, shift: Shift, nans: list[NaNs]
+        self,
+        plan: Plan,
+        ids: Array,
+        shift: Shift,
+        nans: list[NaNs],
     ) -> tuple[Array, dict[Tap, Array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order. Adds what
         tells of the rows that are not sampled to `nans`."""

@@ -80,7 +80,11 @@ def seed32(seed: int, index: int) -> int:
 
 
 def sample(
-    logits: Array, rows: Rows, inputs: Array, shift: Array | None = None, checked: bool = True
+    logits: Array,
+    rows: Rows,
+    inputs: Array,
+    shift: Array | None = None,
+    checked: bool = True,
 ) -> Sampled:
     """Lazy samples of logits [R, vocab]. `inputs` int32 [T] are the step's input tokens, `shift`
     int32 [R] is added to the rows' positions; `checked`: see Draws."""

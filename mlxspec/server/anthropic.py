@@ -60,7 +60,8 @@ class ToolResult(Strict):
 
 
 Block = Annotated[
-    TextPart | Thought | RedactedThought | ToolUse | ToolResult, Field(discriminator="type")
+    TextPart | Thought | RedactedThought | ToolUse | ToolResult,
+    Field(discriminator="type"),
 ]
 
 

@@ -38,7 +38,8 @@ def _text_part(value: Any) -> Any:
 
 # Half a surrogate pair (group 1), left by a program that cut a text; other escapes are skipped.
 HALVES = re.compile(
-    rb"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL
+    rb"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)",
+    re.DOTALL,
 )
 T = TypeVar("T")
 FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
@@ -102,7 +103,8 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
 
 
 def takes(
-    kind: type[Body], answer: Callable[[HttpRequest, Any, TextModel], Awaitable[ASGIApp]]
+    kind: type[Body],
+    answer: Callable[[HttpRequest, Any, TextModel], Awaitable[ASGIApp]],
 ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
     """The endpoint for bodies of this kind: the response is what `answer` returns, which is
     cancelled when the client disconnects. It raises ApiError, ClientDisconnect, and Busy where the
@@ -173,7 +175,10 @@ def parse(kind: type[StrictT], data: Data, strict: bool = False) -> tuple[Strict
 
 
 def validate(
-    kind: type[StrictT], raw: Any, at: str = "", left_out: list[str] | None = None
+    kind: type[StrictT],
+    raw: Any,
+    at: str = "",
+    left_out: list[str] | None = None,
 ) -> StrictT:
     """A whole body as JSON, or an object of a body, whose path is `at`. Validators add to
     `left_out` what they leave out; None: they refuse it. Raises ApiError 400."""

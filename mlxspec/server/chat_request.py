@@ -110,7 +110,10 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
 
 
 def _remember(
-    model: TextModel, talk: Conversation, prompt: RenderedPrompt, choices: Choices
+    model: TextModel,
+    talk: Conversation,
+    prompt: RenderedPrompt,
+    choices: Choices,
 ) -> None:
     """Keep the tokens of the answers: the next turn's prompt should repeat them."""
     tokenizer, history = model.tokenizer, model.history
@@ -126,7 +129,9 @@ def _remember(
 
 
 def render_prompt(
-    model: TextModel, chat: ChatRequest, generation_prompt: bool = True
+    model: TextModel,
+    chat: ChatRequest,
+    generation_prompt: bool = True,
 ) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
     options = {name: value for name, value in chat.options.items() if value is not None}
@@ -160,7 +165,11 @@ def room_for(model: TextModel, prompt: Sequence[int], source: str) -> int:
 
 
 def engine_request(
-    model: TextModel, body: Any, id: str, prompt: Sequence[int], source: str
+    model: TextModel,
+    body: Any,
+    id: str,
+    prompt: Sequence[int],
+    source: str,
 ) -> Request:
     """The engine's request for a prompt from the body's field `source`: with the body's own
     settings, else the model's. Raises ApiError."""
@@ -193,7 +202,11 @@ def engine_request(
 
 
 def _grammar(
-    model: TextModel, body: Any, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
+    model: TextModel,
+    body: Any,
+    chat: ChatRequest,
+    talk: Conversation,
+    prompt: RenderedPrompt,
 ) -> Future[Make] | None:
     """The grammar of the answer, which may still be compiling: the required call, which has no
     format, else the format or, if tools are offered, a call."""
@@ -234,7 +247,10 @@ def check_ids(model: TextModel, ids: Iterable[int], source: str) -> None:
 
 
 def encode_prompt(
-    model: TextModel, text: str, special: bool = True, field: str = "prompt"
+    model: TextModel,
+    text: str,
+    special: bool = True,
+    field: str = "prompt",
 ) -> list[int]:
     """Token ids of a field. Raises RejectedRequest for a text far beyond the context."""
     check_length(model.tokenizer, text, model.info.context, field)

@@ -124,5 +124,6 @@ async def on_error(http: HttpRequest, error: Any) -> Response:
 
 
 HANDLERS = dict.fromkeys(
-    (ApiError, UserError, Busy, Dead, ClientDisconnect, HTTPException, Exception), on_error
+    (ApiError, UserError, Busy, Dead, ClientDisconnect, HTTPException, Exception),
+    on_error,
 )

@@ -59,7 +59,9 @@ def forget() -> None:
 
 
 def serve(
-    flags: Mapping[str, str | Sequence[str] | None], listener: socket.socket, log_file: Path
+    flags: Mapping[str, str | Sequence[str] | None],
+    listener: socket.socket,
+    log_file: Path,
 ) -> int:
     """Serve on launchd's socket with the settings and these flags. Returns the exit status where
     that cannot be."""

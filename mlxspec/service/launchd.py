@@ -68,9 +68,8 @@ def definition(flags: Mapping[str, str | list[str] | None], env: Mapping[str, st
     config, base = load(flags, env), load({}, variables)
     if config.api_key != base.api_key:
         file = variables.get("MLXSPEC_CONFIG", FILE)
-        raise ConfigError(
-            f"api_key: the service stores no secret; write it into {file} and run: chmod 600 {file}"
-        )
+        why = "api_key: the service stores no secret"
+        raise ConfigError(f"{why}; write it into {file} and run: chmod 600 {file}")
     if not config.port:
         raise ConfigError("port = 0: the service needs a fixed port; give another --port")
     config = replace(
@@ -152,7 +151,7 @@ def install(agent: Json) -> str:
             raise UserError(
                 "the service did not start, so this is undone; macOS keeps what lies in ~/Desktop,"
                 " ~/Documents or ~/Downloads from it: move mlxspec out of there, or run: pipx"
-                " install . If that is not it, see: mlxspec service logs"
+                " install . If that is not it, see: mlxspec service logs",
             )
     except (UserError, OSError):
         remove_agent(LABEL)
@@ -256,7 +255,7 @@ def _launchctl(*args: str, ok: Sequence[int] = ()) -> int:
     if done.returncode and done.returncode not in ok:
         raise UserError(
             f"launchctl {shlex.join(args)} failed with status {done.returncode}:"
-            f" {done.stderr.strip()}; log in at this Mac's screen, then try again"
+            f" {done.stderr.strip()}; log in at this Mac's screen, then try again",
         )
     return done.returncode
 
@@ -274,7 +273,9 @@ def activated_socket() -> socket.socket | None:
         return None
     fds, count = ctypes.POINTER(ctypes.c_int)(), ctypes.c_size_t()
     status = ctypes.CDLL(None).launch_activate_socket(
-        SOCKET.encode(), ctypes.byref(fds), ctypes.byref(count)
+        SOCKET.encode(),
+        ctypes.byref(fds),
+        ctypes.byref(count),
     )
     if status in (errno.ESRCH, errno.ENOENT):
         return None

@@ -116,7 +116,7 @@ def _import_rumps() -> Any:
     except ImportError as error:
         raise UserError(
             "the menu bar needs rumps: on a Mac, in the checkout:"
-            " uv tool install --reinstall '.[menubar]'"
+            " uv tool install --reinstall '.[menubar]'",
         ) from error
 
 

@@ -205,7 +205,10 @@ def tokens_per_second(option: Proposal, curve: Curve, base: int) -> float:
 
 
 def share(
-    options: Sequence[Proposal | None], curve: Curve, plain: float, padded: bool = False
+    options: Sequence[Proposal | None],
+    curve: Curve,
+    plain: float,
+    padded: bool = False,
 ) -> list[int]:
     """How many tokens to draft for each sequence, for the most expected tokens per second.
 

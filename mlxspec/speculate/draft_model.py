@@ -38,7 +38,14 @@ class DraftModel:
     def head(self) -> HeadModel:
         """What drafts with it."""
         return HeadModel(
-            "model", DraftPass, self, unchanged, unchanged, width=0, taps=(), slot_offset=0
+            "model",
+            DraftPass,
+            self,
+            unchanged,
+            unchanged,
+            width=0,
+            taps=(),
+            slot_offset=0,
         )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import regex as re
 
 from mlxspec.text.control_tokens import END, any_of
-from mlxspec.text.formats import CALL_ID, NAME, OTHER, PIECE, TAG, TAGS, ChatFormat, Layout, Value
+from mlxspec.text.formats import ChatFormat
+from mlxspec.text.layouts import CALL_ID, NAME, OTHER, PIECE, TAG, TAGS, Layout, Value
 from mlxspec.text.literals import literal
 from mlxspec.text.messages import clean, types_of
 from mlxspec.types import Json

@@ -44,7 +44,7 @@ FIRST_CHARS = 8  # for each token of the context: few texts have more
 RESERVED = frozenset(  # variables of a template that the server sets, not a request
     "messages conversation tools chat_template tokenize add_generation_prompt padding truncation"
     " continue_final_message max_length return_dict return_tensors return_assistant_tokens_mask"
-    " tokenizer_kwargs processor_kwargs self raise_exception strftime_now".split()
+    " tokenizer_kwargs processor_kwargs self raise_exception strftime_now".split(),
 )
 
 
@@ -100,7 +100,7 @@ def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> 
             raise InvalidRequest(
                 f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is"
                 f" {other.get(i)!r} there and {own.get(i)!r} here; give a model of the same family,"
-                " or leave --draft out"
+                " or leave --draft out",
             )
 
 
@@ -212,7 +212,11 @@ def render(
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: Sequence[Any], generation_prompt: bool = True, /, **options: Any
+    tokenizer: Tokenizer,
+    messages: Sequence[Any],
+    generation_prompt: bool = True,
+    /,
+    **options: Any,
 ) -> list[int]:
     """Token ids of messages alone. `options` are variables for the template."""
     history = History()

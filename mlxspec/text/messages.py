@@ -111,7 +111,9 @@ def _call(call: Any, at: str) -> Json:
     function = _function(call)
     if function is None or not isinstance(function.get("name"), str):
         raise rejected_value(
-            at, call, "is not a tool call; send id, type and function with name and arguments"
+            at,
+            call,
+            "is not a tool call; send id, type and function with name and arguments",
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

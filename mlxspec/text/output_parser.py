@@ -16,7 +16,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec import log
 from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, NOT_JSON, Arguments, begun, skipped
 from mlxspec.text.control_tokens import END, any_of
-from mlxspec.text.formats import MARKER, MESSAGE_END, NEXT_MESSAGE, TAGS, format_of, is_harmony
+from mlxspec.text.formats import MESSAGE_END, NEXT_MESSAGE, format_of, is_harmony
+from mlxspec.text.layouts import MARKER, TAGS
 from mlxspec.text.messages import Tools
 from mlxspec.text.tool_calls import read_calls
 from mlxspec.types import line_of

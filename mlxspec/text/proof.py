@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.formats import NamedCall, format_of, has_headers, written_by
+from mlxspec.text.formats import format_of, has_headers, written_by
+from mlxspec.text.layouts import NamedCall
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.types import Json
 

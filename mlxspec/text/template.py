@@ -26,7 +26,9 @@ def compiled(text: str) -> Template:
 
 
 def apply_template(
-    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], **options: Any
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    **options: Any,
 ) -> str:
     """The text of messages. `options` are variables. Raises whatever the template's author chose
     for messages that it refuses."""

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 from mlxspec.text.call_arguments import NOT_JSON, known_name
-from mlxspec.text.formats import ChatFormat, Layout
+from mlxspec.text.formats import ChatFormat
+from mlxspec.text.layouts import Layout
 from mlxspec.text.literals import Literals, literal
 from mlxspec.text.messages import clean, listed
 from mlxspec.types import Json

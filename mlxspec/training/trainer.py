@@ -98,7 +98,9 @@ class Trainer:
         return float(np.array(loss))
 
     def measure(
-        self, samples: Sequence[Sample], wait: Callable[[], None] = lambda: None
+        self,
+        samples: Sequence[Sample],
+        wait: Callable[[], None] = lambda: None,
     ) -> list[float]:
         """The share of drafts of held-out samples with more than 0, 1, ... right tokens: the
         target's likeliest ones. `wait` is called before each batch."""

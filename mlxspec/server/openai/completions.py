@@ -110,7 +110,11 @@ class CompletionWriter(ResponseWriter):
         }
 
     def _chunk(
-        self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Json | None = None,
+        finish: str | None = None,
     ) -> bytes:
         choice = self._choice(index, {"delta": delta}, logprobs, finish)
         data = self._head(".chunk", choices=[choice])

@@ -36,7 +36,7 @@ RENDERING: Json = {
     "add_generation_prompt": True,
     **dict.fromkeys(
         "chat_template thinking enable_thinking reasoning system documents functions"
-        " truncate_prompt_tokens context template".split()
+        " truncate_prompt_tokens context template".split(),
     ),
 }
 NO_EFFECT_UNSET = (
@@ -149,7 +149,8 @@ class Common(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
-        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+        None,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
     )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 DEFAULTS: Json = {
     **dict.fromkeys(
         "instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key"
-        " safety_identifier user".split()
+        " safety_identifier user".split(),
     ),
     "background": False,
     "metadata": {},

@@ -23,7 +23,7 @@ from mlxspec.text.output_parser import Call
 HOSTED_ITEMS = frozenset(
     "web_search_call file_search_call image_generation_call code_interpreter_call mcp_list_tools"
     " mcp_call mcp_approval_request mcp_approval_response tool_search_call"
-    " tool_search_output".split()
+    " tool_search_output".split(),
 )
 GAP = "\n\n"  # between two messages, or two summaries, that become one text
 
@@ -113,7 +113,10 @@ class Create(openai.Common, openai.TemplateFields):
 
 
 def known_tools(
-    tools: Sequence[Json], ignored: list[str], at: str = "tools", namespace: str | None = None
+    tools: Sequence[Json],
+    ignored: list[str],
+    at: str = "tools",
+    namespace: str | None = None,
 ) -> dict[str, Tool]:
     """The known tools by their full names; the types of unknown ones go to `ignored`. Raises
     ApiError."""

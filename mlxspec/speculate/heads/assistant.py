@@ -54,7 +54,10 @@ class Assistant(nn.Module):
             self.token_ordering = mx.zeros(vocab, mx.int32)
 
     def __call__(
-        self, embedded: Array, hidden: Array, pages: Sequence[Pages]
+        self,
+        embedded: Array,
+        hidden: Array,
+        pages: Sequence[Pages],
     ) -> tuple[Array, Array]:
         """What logits are made of, [n, D], and what stands for the target's next hidden states,
         [n, width]; for embedded tokens and hidden states [n, width], a row for each sequence in

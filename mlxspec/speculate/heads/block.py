@@ -211,7 +211,7 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
         if config.get(name) not in (None, fits):
             raise UnsupportedModel(
                 f"the head in {files.path} has {name} = {config[name]}, but only {fits} can be"
-                " used with this model"
+                " used with this model",
             )
     width, _ = sizes_of(target)
     dspark = bool(config.get("markov_rank"))

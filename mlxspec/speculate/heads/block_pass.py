@@ -82,7 +82,12 @@ class BlockPass(Pass):
         return out
 
     def _context(
-        self, drafting: Plan, starts: mx.array, rows: int, window: int | None, causal: bool
+        self,
+        drafting: Plan,
+        starts: mx.array,
+        rows: int,
+        window: int | None,
+        causal: bool,
     ) -> tuple[Blocks, mx.array]:
         """The blocks [n, W] whose K and V a layer reads, and the mask of these and of the block."""
         size = self.view.block_size
@@ -95,7 +100,11 @@ class BlockPass(Pass):
 
 
 def block_mask(
-    slots: mx.array, starts: mx.array, rows: int, window: int | None, causal: bool
+    slots: mx.array,
+    starts: mx.array,
+    rows: int,
+    window: int | None,
+    causal: bool,
 ) -> mx.array:
     """Bool [n, 1, rows, S + rows], 1 for `rows` if they see the same: what each row of a block sees
     of the context's `slots` [S] and of the block. `starts` int32 [n] are the newest tokens'

@@ -43,7 +43,8 @@ class ChainedPass(Pass):
         view, hidden = self.view, rows.hidden
         out = []
         for batch, places, at in runs_of(
-            rows.entries, lambda e: view.dense and bucket(e, view.block_size)
+            rows.entries,
+            lambda e: view.dense and bucket(e, view.block_size),
         ):
             part = None if shift is None else shift[places]
             fill_view(view, batch, part)

@@ -36,7 +36,7 @@ def load_nextn(files: HeadFiles, target: Module) -> HeadModel:
     make: Any = type(layers[-1])
     if hasattr(owner, "make_cache"):  # an index, a window or a state
         raise UnsupportedModel(
-            f"the head in {files.path} cannot be used: such layers keep more than keys and values"
+            f"the head in {files.path} cannot be used: such layers keep more than keys and values",
         )
     layer = make(owner.args, len(layers))
     return build(files, _sanitized(files.tensors, owner), [layer], owner.args, target)

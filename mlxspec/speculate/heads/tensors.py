@@ -33,7 +33,7 @@ def load_tensors(files: HeadFiles, module: nn.Module, tensors: dict[str, Array])
         module.load_weights(list(tensors.items()))
     except (KeyError, ValueError) as error:
         raise UnsupportedModel(
-            f"the head in {files.path} does not fit the model: {line_of(error)}"
+            f"the head in {files.path} does not fit the model: {line_of(error)}",
         ) from error
     module.eval()
 
@@ -74,7 +74,7 @@ def load_module(
     # MLX does not check indices.
     if min(known) < vocab or ids.min() < 0 or ids.max() >= vocab:
         raise UnsupportedModel(
-            f"the head in {files.path} is for a model of more or fewer than {vocab} tokens"
+            f"the head in {files.path} is for a model of more or fewer than {vocab} tokens",
         )
     vocabulary = Vocabulary(None if added is None else ids, vocab)
     return module.get("embed_tokens", embed), lm_head, vocabulary
@@ -91,7 +91,7 @@ def check_taps(files: HeadFiles, taps: Sequence[Tap], layers: int) -> None:
     """Refuse a head that reads layers which the model does not have."""
     if not all(0 <= tap < layers for tap in taps):
         raise UnsupportedModel(
-            f"the head in {files.path} reads layers {list(taps)}, this model has {layers}"
+            f"the head in {files.path} reads layers {list(taps)}, this model has {layers}",
         )
 
 
@@ -117,7 +117,7 @@ def mask_of(files: HeadFiles, config: Json, embed: Any) -> int:
     if not isinstance(found, int) or not 0 <= found < len(embed.weight):
         raise UnsupportedModel(
             f"the head in {files.path} has mask_token_id = {found}, not a token of this model:"
-            " take its config.json from the same revision as its tensors"
+            " take its config.json from the same revision as its tensors",
         )
     return found
 

@@ -14,7 +14,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.control_tokens import any_of
-from mlxspec.text.formats import CALL_ID, OTHER, Layout, format_of, layout_of
+from mlxspec.text.formats import format_of, layout_of
+from mlxspec.text.layouts import CALL_ID, OTHER, Layout
 from mlxspec.text.messages import RejectedRequest, types_of
 from mlxspec.text.proof import forces_own
 from mlxspec.text.structured.json_schema import json_rule
@@ -34,7 +35,10 @@ def is_strict(function: Function) -> bool:
 
 
 def call_rules(
-    tokenizer: TokenizerWrapper, functions: Sequence[Function], single: bool, where: str
+    tokenizer: TokenizerWrapper,
+    functions: Sequence[Function],
+    single: bool,
+    where: str,
 ) -> str:
     """The rule of calls of these functions, one or, unless `single`, several; the rules that it
     refers to follow on further lines. Raises RejectedRequest, naming the field `where`."""

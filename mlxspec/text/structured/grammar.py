@@ -49,10 +49,10 @@ class Grammars:
     vocab: int
     _vocabulary: "Vocabulary | None" = None
     _compiled: OrderedDict[tuple[str, bool | None], "CompiledGrammar"] = field(
-        default_factory=OrderedDict
+        default_factory=OrderedDict,
     )
     _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(MAX_COMPILING, "grammar")
+        default_factory=lambda: ThreadPoolExecutor(MAX_COMPILING, "grammar"),
     )
     _lock: Lock = field(default_factory=Lock)  # of the cache
     _building: Lock = field(default_factory=Lock)  # of the vocabulary
@@ -64,7 +64,12 @@ class Grammars:
             self._behind = _tokens(ids)
 
     def calls(
-        self, tools: Tools, name: str | None, single: bool, where: str, loose: bool = False
+        self,
+        tools: Tools,
+        name: str | None,
+        single: bool,
+        where: str,
+        loose: bool = False,
     ) -> str:
         """The Lark rule of calls of these tools, or only of the one called `name`, as the model
         writes them; the rules that it refers to follow on further lines. Where answers have
@@ -103,7 +108,11 @@ class Grammars:
         return "\n".join([f"start: {ways}", *lines])
 
     def compile(
-        self, lark: str, thinking: bool | None, where: str, instead: str = ""
+        self,
+        lark: str,
+        thinking: bool | None,
+        where: str,
+        instead: str = "",
     ) -> Future[Make]:
         """What makes a matcher for each answer, once it is compiled; of the grammar `instead` where
         `lark` cannot be had. `thinking`: the prompt has opened the reasoning; None: the answer may

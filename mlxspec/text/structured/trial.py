@@ -31,7 +31,10 @@ NICE = 5  # answers go first
 COMMAND = (sys.executable, "-P", "-m", "mlxspec.text.structured.trial")
 # llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 30 ms a mask.
 LIMITS = LLParserLimits(
-    verbose_errors=False, max_items_in_row=20_000, max_lexer_states=60_000, step_max_items=10_000
+    verbose_errors=False,
+    max_items_in_row=20_000,
+    max_lexer_states=60_000,
+    step_max_items=10_000,
 )
 
 

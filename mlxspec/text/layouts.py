@@ -1,0 +1,221 @@
+"""Layouts of calls: what stands between names, keys and values, learned from what writes calls.
+
+Probes that differ in one thing (one call or two, a number for a string) are written and compared:
+what stays is the format's text, what changes is a name, a key or a value.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from json import JSONDecoder
+from typing import Any, Literal
+
+from mlxspec.types import Json
+
+NamedCall = tuple[str, Json]  # a name and arguments
+Write = Callable[[Sequence[NamedCall]], str]  # the text of calls
+
+NAME, OTHER, CALL_ID = "zqname", "zqother", "zqcall00"
+KEY_A, KEY_B, VALUE_A, VALUE_B = "zqkeya", "zqkeyb", "zqvala", "zqvalb"
+ARGUMENTS: Json = {KEY_A: VALUE_A, KEY_B: VALUE_B}
+HARD = "zq\"'\\<&\nzq"  # a string that some formats wrap or escape
+PROBES: tuple[tuple[Any, str], ...] = (  # values, and how their texts may begin
+    (HARD, re.escape(HARD)),
+    (7007, "7007"),
+    (True, "[Tt]rue"),
+    ([VALUE_A], r"\["),
+    ({KEY_B: VALUE_A}, r"\{"),
+)
+
+TAG = r"(?:<[^<>\s\"']*>|\[/?[A-Z_]{2,}\])"
+TAGS = rf"{TAG}(?:\w+{TAG})?"
+PIECE = re.compile(rf"{TAG}|\w+|\s+|.", re.DOTALL)
+MARKER = re.compile(rf"{TAGS}|<[^\s<>\"']+(?: \w+=)?|[^\s\[\]{{}}(),:\"'<]+:?")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The text before and behind a value. `string`: strings are written so; False: all others;
+    None: both."""
+
+    string: bool | None
+    opens: str
+    closes: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model writes calls, as the text around what varies: a section `opens`; each call is
+    `before`, its name, `after`, its arguments and `closes`, with `between` two; the section `ends`.
+
+    Arguments are a JSON object; or parameters in `tags`, each `key`, its name and a value; or
+    `words`, as in a call of Python's, whose values end at a comma; or the call is a `whole` object,
+    in which the name comes last. `values` are the ways in which
+    one is written, with `separator` between two. Behind the name of a call without parameters
+    stands `empty`. `raw`: strings are written without escapes. `true` is the word for it.
+    """
+
+    opens: str
+    before: str
+    after: str
+    closes: str
+    between: str = ""
+    ends: str = ""
+    style: Literal["json", "tags", "words", "whole"] = "json"
+    key: str = ""
+    values: tuple[Value, ...] = ()
+    separator: str = ""
+    empty: str = ""
+    raw: bool = False
+    true: str = "true"
+
+    @cached_property
+    def start(self) -> str:
+        """The marker that opens calls; "" where none does."""
+        found = MARKER.match((self.opens + self.before).lstrip())
+        return found[0] if found else ""
+
+    @cached_property
+    def end(self) -> str:
+        """The marker that closes what `start` opens; "" where none does."""
+        each = not self.opens.strip()
+        tags = re.findall(TAGS, self.closes if each else self.ends)
+        return str(tags[-1 if each else 0]) if tags else ""
+
+    @cached_property
+    def name_opens(self) -> str:
+        """What stands before a name, behind the start marker."""
+        text = self.before.strip()
+        return text.removeprefix(self.start).lstrip() if self.start else text
+
+    def written(self, name: str, arguments: str) -> str:
+        """A call whose arguments are this JSON; not of a layout with parameters."""
+        call = f"{self.before}{name}{self.after}{arguments}{self.closes}"
+        return (self.opens + call + self.ends).strip()
+
+
+def alike(some: Sequence[str], others: Sequence[str]) -> int:
+    """How many pieces two sequences begin with, but for digits."""
+    pairs = zip(some, others, strict=False)
+    same = (re.sub(r"\d+", "0", a) == re.sub(r"\d+", "0", b) for a, b in pairs)
+    return sum(takewhile(bool, same))
+
+
+def learned(write: Write) -> Layout | None:
+    """The layout of what writes calls; None where it writes no names and arguments."""
+    one = write([(NAME, ARGUMENTS)])
+    at = one.rfind(NAME, 0, max(one.find(KEY_A), 0))
+    if at < 0:
+        whole = re.fullmatch(rf"([^{{]*)\{{.*{KEY_A}.*{NAME}.*\}}([^}}]*)", one, re.DOTALL)
+        return Layout("", whole[1], "", whole[2], style="whole") if whole else None
+    before, rest = one[:at], one[at + len(NAME) :]
+    if found := _json_in(rest, ARGUMENTS):
+        first, end = found
+        return _with_section(write, Layout("", before, rest[:first], rest[end:]))
+    turns = "(.*?)".join(["", KEY_A, VALUE_A, KEY_B, VALUE_B])
+    parts = re.fullmatch(f"{turns}(.*)", rest, re.DOTALL)
+    return _with_parameters(write, before, *map(PIECE.findall, parts.groups())) if parts else None
+
+
+def _json_in(text: str, arguments: Json) -> tuple[int, int] | None:
+    """Where these arguments stand in a text, as JSON."""
+    for brace in re.finditer(r"\{", text):
+        try:
+            value, end = JSONDecoder().raw_decode(text, brace.start())
+        except ValueError:
+            continue
+        if value == arguments:
+            return brace.start(), end
+    return None
+
+
+def _with_section(write: Write, layout: Layout) -> Layout:
+    """The layout of several calls by that of one, in which the section belongs to the call. It
+    stays so where two are refused."""
+    first: Json = {KEY_A: VALUE_A}
+    try:
+        text = write([(NAME, first), (OTHER, {KEY_B: VALUE_B})])
+        _, end = _json_in(text, first) or (0, text.index(VALUE_A) + len(VALUE_A))
+        other = text.rindex(OTHER, end, text.index(KEY_B))
+    except Exception:  # a template raises whatever its author chose
+        return layout
+    closes, before = PIECE.findall(layout.closes), PIECE.findall(layout.before)
+    between = PIECE.findall(text[end:other])
+    n = alike(closes, between)
+    while n and closes[n - 1].isspace():
+        n -= 1
+    m = len(before) - alike(before[::-1], between[n:][::-1])
+    made = replace(
+        layout,
+        opens="".join(before[:m]),
+        before="".join(before[m:]),
+        closes="".join(closes[:n]),
+        between="".join(between[n : len(between) - len(before) + m]),
+        ends="".join(closes[n:]),
+    )
+    # Behind the last marker may be the end of the turn.
+    end = made.ends.find(made.end) + len(made.end) if made.end else len(made.ends)
+    return replace(made, ends=made.ends[:end] if made.opens.strip() else "")
+
+
+def _with_parameters(
+    write: Write,
+    before: str,
+    first: list[str],  # the pieces between name and key, and so on
+    opens: list[str],
+    next_: list[str],
+    _opens: list[str],
+    last: list[str],
+) -> Layout:
+    """The layout of calls whose arguments are parameters."""
+    n = alike(next_, last)
+    while n and next_[n - 1].isspace():
+        n -= 1
+    m = alike(first[::-1], next_[n:][::-1])
+    while m and first[-m].isspace():
+        m -= 1
+    value_closes, ending = "".join(next_[:n]), "".join(last[n:])
+    layout = Layout(
+        "",
+        before,
+        "".join(first[: len(first) - m]),
+        "".join(last),
+        key="".join(first[len(first) - m :]),
+        separator="".join(next_[n : len(next_) - m]),
+    )
+    layout = _with_section(write, layout)
+    ways: dict[tuple[str, str], set[bool]] = {("".join(opens), value_closes): {True}}
+    true, raw, closing = "true", False, ""
+    for value, pattern in PROBES:
+        text = write([(NAME, {KEY_A: value})])
+        rest = text.partition(KEY_A)[2]
+        found = re.search(pattern, rest)
+        if not found:  # written with escapes
+            continue
+        if value is True:
+            true = found[0]
+        if value in (HARD, 7007):
+            closing = rest[found.end() :].removesuffix(ending)
+            raw = raw or value == HARD
+        ways.setdefault((rest[: found.start()], closing), set()).add(value == HARD)
+    none = write([(NAME, {})])
+    empty = none[none.rfind(NAME) + len(NAME) :].removesuffix(layout.ends)
+    if tags := re.findall(TAG, layout.closes):  # behind the last one may be the end of the turn
+        empty = empty[: empty.find(tags[-1]) + len(tags[-1])]
+    values = [
+        Value(kinds.pop() if len(kinds) == 1 else None, *way)
+        for way, kinds in sorted(ways.items(), key=lambda item: -len(item[0][0]))
+    ]
+    ended = closing.strip() or re.match(TAG, layout.key)
+    style: Literal["tags", "words"] = "tags" if ended else "words"
+    return replace(
+        layout,
+        closes=layout.closes.removeprefix(value_closes),
+        style=style,
+        values=tuple(values),
+        empty=empty,
+        raw=raw,
+        true=true,
+    )

@@ -6,6 +6,7 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 
 import asyncio
 import re
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from zstandard import ZstdDecompressor, ZstdError
 
 from mlxspec import log
 from mlxspec.engine.worker import RETRY_S
@@ -111,16 +113,19 @@ def takes(
     bodies that are being read are too large together."""
 
     async def endpoint(http: HttpRequest) -> ASGIApp:
-        state, data = http.app.state.server, bytearray()
-        strict = state.config.strict_content
+        state, sent = http.app.state.server, bytearray()
+        strict, data = state.config.strict_content, sent
         try:
-            await _read(http, data)
+            await _read(http, sent)
+            if encoding := http.headers.get("content-encoding"):
+                most = state.config.max_body_mb << 20
+                data = await state.on_text_thread(_decompressed, sent, encoding.lower(), most)
             if len(data) < LARGE:
                 body, ignored = parse(kind, data, strict)
             else:
                 body, ignored = await state.on_text_thread(parse, kind, data, strict)
         finally:
-            state.unread -= len(data)
+            state.unread -= len(sent)
         http.scope[IGNORED] = ignored
         model = await state.model(body.model)
         return await while_connected(http, answer(http, body, model))
@@ -148,6 +153,27 @@ async def _read(http: HttpRequest, data: bytearray) -> None:
     except TimeoutError as error:
         why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
         raise ApiError(408, why) from error
+
+
+def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
+    """A body that was sent compressed. Raises ApiError."""
+    text: Data
+    try:
+        match encoding:
+            case "zstd":  # Codex' requests
+                text = ZstdDecompressor().stream_reader(data).read(most + 1)
+            case "gzip" | "deflate":
+                text = zlib.decompressobj(wbits=47).decompress(data, most + 1)  # finds out which
+            case "identity":
+                text = data
+            case _:
+                why = f"content-encoding = {encoding[:64]!r}: send zstd, gzip or none"
+                raise ApiError(415, why)
+    except (zlib.error, ZstdError) as error:
+        raise invalid("body", f"the body is no {encoding}: {error}; send it anew") from error
+    if len(text) > most:
+        raise ApiError(413, f"larger than {most >> 20} MiB when decompressed: send a smaller body")
+    return bytearray(text)
 
 
 def parse(kind: type[StrictT], data: Data, strict: bool = False) -> tuple[StrictT, list[str]]:

@@ -83,9 +83,8 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
     vocab = tokenizer.get_vocab()
     inferred = tokenizer.tool_parser.__module__.split(".")[-1] if tokenizer.tool_parser else ""
     names = [name for token, name in BY_TOKEN.items() if token in vocab]
-    names = [
-        name for name in (*names, ALIASES.get(inferred, inferred), "json_tools") if name in KNOWN
-    ]
+    names += [ALIASES.get(inferred, inferred), "json_tools", "tools_tag"]
+    names = [name for name in names if name in KNOWN]
     layouts = ([own] if own else []) + [layout_of(name) for name in names]
     ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (start, end)]
     spelled = names[0] if dropped else ""

@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec import log
 from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, NOT_JSON, Arguments, begun, skipped
 from mlxspec.text.control_tokens import END, any_of
-from mlxspec.text.formats import MESSAGE_END, NEXT_MESSAGE, format_of, is_harmony
+from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, format_of, is_harmony
 from mlxspec.text.layouts import MARKER, TAGS
 from mlxspec.text.messages import Tools
 from mlxspec.text.tool_calls import read_calls
@@ -40,8 +40,11 @@ HARMONY: Mapping[str, Sequence[tuple[str, str]]] = {
         ("<|message|>", NORMAL),
     ],
     "header of reasoning": [("to=", CALL), ("<|message|>", REASONING)],
-    # A text may speak of the end alone.
-    **{state: [(MESSAGE_END + NEXT_MESSAGE, "header")] for state in (REASONING, NORMAL, CALL)},
+    # A text may speak of the end alone, and the model leaves it out.
+    **{
+        state: [(MESSAGE_END + NEXT_MESSAGE, "header"), (NEXT_MESSAGE, "header"), (FINAL, NORMAL)]
+        for state in (REASONING, NORMAL, CALL)
+    },
 }
 
 TAG_BEGINS = r"[<\[]"
@@ -49,6 +52,9 @@ CONTENT_STATES = (NORMAL, CONTENT)
 CALL_STATES = (CALL, BARE_CALL, REASONING_CALL)
 REASONING_STATES = (REASONING, REASONING_CALL)
 
+BARE_CALL_OF_NOTHING = (  # in JSON, which is read when it has ended
+    r'\s*(?:```json\s*)?\{\s*"name"\s*:\s*"[^"]+"\s*,\s*"(?:arguments|parameters)"\s*:\s*null'
+)
 # The name of a call whose arguments have not begun, in any format.
 CUT_CALL = r"(?:\W*(?:open|call|tool|to|functions?|invoke|name)\b)*+\W*([\w.-]+)"
 
@@ -150,6 +156,11 @@ class OutputParser:
             else:
                 self._end_call()
         self._end_untagged()
+        headed = self._state in (CONTENT, REASONING, *CALL_STATES)
+        if not headed and not self._held.lstrip().startswith("<|"):
+            text = self._held  # an answer without a header
+            self._enter(CONTENT)
+            self._say(text)
         return made + self._take()
 
     def _take(self) -> list[Part]:
@@ -267,7 +278,10 @@ class OutputParser:
     def _end_untagged(self) -> None:
         """The end of what may be calls in JSON without tags: what is left is content."""
         if self._state == NORMAL:
-            if self._bare and self._held.lstrip().startswith("["):
+            listed = self._bare and self._held.lstrip().startswith("[")
+            if listed or (
+                self._untagged and not self._sent and re.match(BARE_CALL_OF_NOTHING, self._held)
+            ):
                 self._end_call()
                 self._held = ""
             text = self._start() if self._sent else self._held

@@ -199,9 +199,27 @@ class NamedTool(Strict):
     full_name: str = Field(validation_alias=AliasPath("function", "name"))
 
 
+def only_allowed(body: Any) -> Any:
+    """A body whose tool_choice lists allowed tools, in a field of that name or, as the Responses
+    API has it, itself: with these tools alone."""
+    match body:
+        case {"tools": [*tools], "tool_choice": {"allowed_tools": allowed}}:
+            pass
+        case {"tools": [*tools], "tool_choice": {"type": "allowed_tools"} as allowed}:
+            pass
+        case _:
+            return body
+    match allowed:
+        case {"mode": mode, "tools": [*some]}:
+            names = set(map(_name, some))
+            tools = [each for each in tools if _name(each) in names]
+            return {**body, "tools": tools, "tool_choice": mode}
+    return body
+
+
 def _name(tool: Any) -> str:
     match tool:
-        case {"function": {"name": str(name)}}:
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
             return name
     return ""
 
@@ -231,14 +249,7 @@ class Chat(Common, TemplateFields):
                     choice = {"function": choice}
                 made = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
                 return value | made
-            case {
-                "tools": [*tools],
-                "tool_choice": {"allowed_tools": {"mode": mode, "tools": [*some]}},
-            }:
-                names = set(map(_name, some))
-                tools = [tool for tool in tools if _name(tool) in names]
-                return {**value, "tools": tools, "tool_choice": mode}
-        return value
+        return only_allowed(value)
 
     @property
     def alternatives(self) -> int | None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlxspec.server.body import Many, Parts, Strict, validate, wrong
 from mlxspec.server.chat_request import OBJECT, Format
@@ -101,6 +101,11 @@ class Create(openai.Common, openai.TemplateFields):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_allowed(cls, value: Any) -> Any:
+        return openai.only_allowed(value)
 
     @property
     def format(self) -> Format | None:

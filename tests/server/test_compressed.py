@@ -11,7 +11,6 @@ import zstandard
 
 from tests.server.scripted import Server, server
 
-
 pytestmark = pytest.mark.anyio
 
 

@@ -52,6 +52,7 @@ CONTENT_STATES = (NORMAL, CONTENT)
 CALL_STATES = (CALL, BARE_CALL, REASONING_CALL)
 REASONING_STATES = (REASONING, REASONING_CALL)
 
+START = re.compile(rf"\A(?:{BETWEEN})*+")  # before a call without tags
 BARE_CALL_OF_NOTHING = (  # in JSON, which is read when it has ended
     r'\s*(?:```json\s*)?\{\s*"name"\s*:\s*"[^"]+"\s*,\s*"(?:arguments|parameters)"\s*:\s*null'
 )
@@ -180,9 +181,8 @@ class OutputParser:
             return
         self._stream(text)
         if self._state == NORMAL and not self._reader:
-            listed = self._bare and self._held.lstrip().startswith("[")
-            if self._start()[:1] not in ("", "{", "`") or len(self._held) > MAX_HEAD:
-                if not listed:
+            if self._begins() not in ("", "{", "`") or len(self._held) > MAX_HEAD:
+                if not self._is_list():
                     self._end_untagged()
 
     def _say(self, text: str) -> None:
@@ -209,12 +209,11 @@ class OutputParser:
             self._end_call()
             self._enter(after, found)
         elif content and after == NORMAL:  # a marker that leads nowhere
-            silent = said or bool(self._held.strip())
-            if (
-                self._last != "call"
-                if marker in self._ends
-                else marker == self._form.think_end and silent
-            ):
+            if marker in self._ends:
+                shown = self._last != "call"
+            else:  # the end of reasoning that nobody has opened
+                shown = marker == self._form.think_end and (said or bool(self._held.strip()))
+            if shown:
                 self._add(found)
         elif content and after == REASONING and (said or self._held.strip()):
             self._add(found)  # nothing in the answer itself opens the reasoning any more
@@ -227,7 +226,7 @@ class OutputParser:
         self._held += text
         while self._held:
             if not self._reader:
-                if self._state == NORMAL and self._start()[:1] not in ("{", "`"):
+                if self._state == NORMAL and self._begins() not in ("{", "`"):
                     return
                 found = begun(self._held, self._form, self._schemas)
                 if not found:
@@ -271,20 +270,22 @@ class OutputParser:
             self._open_call(name)
             self._add_to_call(arguments, ends=True)
 
-    def _start(self) -> str:
-        """The held text from where it may begin a call."""
-        return re.sub(rf"\A(?:{BETWEEN})*+", "", self._held)
+    def _begins(self) -> str:
+        """The character with which the held text may begin a call."""
+        return START.sub("", self._held[:MAX_HEAD])[:1]
+
+    def _is_list(self) -> bool:
+        """Whether the held text may be calls in brackets, like those of Python."""
+        return self._bare and self._held[:MAX_HEAD].lstrip().startswith("[")
 
     def _end_untagged(self) -> None:
         """The end of what may be calls in JSON without tags: what is left is content."""
         if self._state == NORMAL:
-            listed = self._bare and self._held.lstrip().startswith("[")
-            if listed or (
-                self._untagged and not self._sent and re.match(BARE_CALL_OF_NOTHING, self._held)
-            ):
+            empty = self._untagged and not self._sent
+            if self._is_list() or (empty and re.match(BARE_CALL_OF_NOTHING, self._held)):
                 self._end_call()
                 self._held = ""
-            text = self._start() if self._sent else self._held
+            text = START.sub("", self._held) if self._sent else self._held
             self._enter(CONTENT)
             self._say(text)
 

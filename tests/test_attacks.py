@@ -245,7 +245,6 @@ def test_the_hub_is_never_asked_for_code_or_pickles() -> None:
         "{{ '{0.__class__.__mro__}'.format(messages) ~ ''.format_map(1) }}",
         "{{ ('{0.__cla' ~ 'ss__}')|format(1) ~ ''.__class__.x }}",
         "{% set n = namespace(__class__=1) %}{{ n.__class__ }}",
-        "{% set _ = messages.append(1) %}",
         "{% include 'FILE' %}",
         "{% import 'os' as os %}{{ os.system('touch FILE') }}",
         "{{ open('FILE', 'w') }}",
@@ -266,6 +265,17 @@ def test_a_template_that_reaches_out_is_refused(tmp_path: Path, trick: str) -> N
     assert not file.exists()
 
 
+def test_a_template_that_changes_what_it_gets_changes_copies(tmp_path: Path) -> None:
+    """Kimi K2's appends to a list of its own."""
+    template = "{% set _ = messages.append(messages[0]) %}{% set _ = messages[0].clear() %}"
+    template += "{{ messages | length }}{{ messages[0].content }}"
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=template))
+    messages = [{"role": "user", "content": "hello"}]
+    first = render_chat(tokenizer, messages)
+    assert messages == [{"role": "user", "content": "hello"}]
+    assert first == render_chat(tokenizer, messages) and tokenizer.decode(first) == "2"
+
+
 def test_a_template_that_takes_long_holds_up_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,14 +284,13 @@ def test_a_template_that_takes_long_holds_up_no_answer(
     kind, go = type(load_tokenizer(path)), threading.Event()
     stock = kind.apply_chat_template
 
-    def slow(*args: Any, **options: Any) -> Any:
+    def slowly(*args: Any, **options: Any) -> Any:
         assert go.wait(60)
         return stock(*args, **options)
 
-    monkeypatch.setattr(kind, "apply_chat_template", slow)
-
     async def work() -> None:
         made = server(load_tokenizer(path), path, holds=True)
+        monkeypatch.setattr(kind, "apply_chat_template", slowly)
         running = Connection(made.app, "/v1/completions", {"prompt": "a", "stream": True})
         await made.engine.until(lambda: made.engine.submitted)
         slow = Connection(made.app, "/v1/chat/completions", {"messages": MESSAGES})

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any
 
 from mlxspec.text.formats import ChatFormat, written
@@ -124,11 +125,11 @@ def user_first(messages: Messages, _: ChatFormat) -> Messages:
 
 
 def merged(messages: Messages, _: ChatFormat) -> Messages:
-    """Neighbours of one role as one turn, except results and calls."""
+    """Neighbours of one role as one turn, except results."""
     turns: Messages = []
-    for _role, group in groupby(messages, lambda turn: (turn["role"], "tool_calls" in turn)):
+    for role, group in groupby(messages, itemgetter("role")):
         some = list(group)
-        turns += some if some[0]["role"] == "tool" or "tool_calls" in some[0] else [joined(*some)]
+        turns += some if role == "tool" else [joined(*some)]
     return turns
 
 

@@ -16,7 +16,7 @@ from mlxspec.server import anthropic, process
 from mlxspec.server.body import MAX_BODIES, MAX_ITEMS
 from mlxspec.server.openai import schema as openai
 from mlxspec.server.responses import schema as responses
-from mlxspec.text.messages import merged
+from mlxspec.text.rewrites import merged
 from tests.server.scripted import MESSAGES, Connection, server
 
 pytestmark = pytest.mark.anyio
@@ -79,7 +79,7 @@ def test_neighbours_of_an_assistant_are_one_message(items: list[Any]) -> None:
 
 def test_many_messages_of_one_role() -> None:
     began = time.monotonic()
-    [first] = merged([{"role": "user", "content": LONG} for _ in range(MANY)])
+    [first] = merged([{"role": "user", "content": LONG} for _ in range(MANY)], None)
     assert first["content"] == "\n\n".join([LONG] * MANY)
     assert time.monotonic() - began < SECONDS
 
@@ -93,7 +93,7 @@ def test_neighbours_that_are_merged_keep_what_they_have() -> None:
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
     ]
-    first, *results = merged(turns)
+    first, *results = merged(turns, None)
     assert first["content"] == "a\n\nb" and first["reasoning_content"] == "why"
     assert first["tool_calls"] == [call, call] and first["name"] == "n"
     assert results == turns[3:]

@@ -338,13 +338,14 @@ async def test_a_call_cut_by_max_tokens_is_a_partial_call(
 @pytest.mark.parametrize(
     ("said", "stop", "finish"),
     [
-        (LONG, "you, hello", "stop"),
-        (CALL + LONG, "you, hello", "stop"),
+        (LONG, "you, hello", "tool_calls"),
+        (CALL + LONG, "you, hello", "tool_calls"),
+        ("you, hello. " + LONG, "you, hello", "stop"),
         (LONG + "and on", "and", "tool_calls"),
         (LONG, "</tool_call>", "tool_calls"),
     ],
 )
-async def test_a_stop_string_that_cuts_a_call_is_why_the_answer_ended(
+async def test_a_stop_string_counts_in_the_content_alone(
     make: Callable[..., Server], said: str, stop: str, finish: str, stream: bool
 ) -> None:
     answer = await make(said).chat(tools=TOOLS, stream=stream, stop=[stop])

@@ -44,10 +44,12 @@ async def test_a_browser_gets_the_page_others_a_text(make: Make) -> None:
     s = make()
     answer = await s.get("/", headers=BROWSER)
     assert answer.status == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert answer.body.startswith(b"<!doctype html>") and answer.headers["vary"] == "accept"
+    assert answer.body.startswith(b"<!doctype html>") and answer.headers["vary"].startswith(
+        "accept"
+    )
     for accept in ("*/*", "application/json"):
         answer = await s.get("/", headers={"accept": accept})
-        assert answer.body == b"Ollama is running" and answer.headers["vary"] == "accept"
+        assert answer.body == b"Ollama is running" and answer.headers["vary"].startswith("accept")
 
 
 async def test_every_file_and_its_headers(make: Make) -> None:

@@ -195,7 +195,7 @@ def test_going_on_from_what_is_kept(client: OpenAI, s: Server, agent: tuple[Any,
     [
         ({"temperature": 3}, openai.BadRequestError, None, "temperature"),
         ({"said": "word " * 9000}, openai.BadRequestError, "context_length_exceeded", "input"),
-        ({"tools": [{"type": "file_search"}]}, openai.BadRequestError, None, "tools[0]"),
+        ({"tools": [{"name": "f"}]}, openai.BadRequestError, None, "tools[0]"),
         ({"truncation": "auto"}, openai.BadRequestError, "unsupported_parameter", "truncation"),
         ({"extra_body": {"model": "other"}}, openai.NotFoundError, "model_not_found", "model"),
     ],

@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from html import unescape
 from typing import Any
 
 import regex as re
@@ -15,7 +16,7 @@ import regex as re
 from mlxspec.text.control_tokens import END, any_of
 from mlxspec.text.formats import ChatFormat
 from mlxspec.text.layouts import CALL_ID, NAME, OTHER, PIECE, TAG, TAGS, Layout, Value
-from mlxspec.text.literals import literal
+from mlxspec.text.literals import literal, unescaped
 from mlxspec.text.messages import clean, types_of
 from mlxspec.types import Json
 
@@ -39,6 +40,7 @@ JSON_HEAD = (
     r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]'
     rf"|\s*<\|tool_call_argument_begin\|>|(?=[\s<])[^{{}}]{{0,64}}<\|message\|>){OBJECT}"
 )
+CONTROL = re.compile(r"[\x00-\x1f]")
 MARKS = re.compile(r'\\.?|["{}\[\]\x00-\x1f]|(?=<)', re.DOTALL)
 # Half a surrogate pair, which JSON can spell, but nobody can send or encode: group 1 what may still
 # become a whole one, group 2 one that cannot. Whole pairs and other escapes are skipped.
@@ -53,11 +55,12 @@ DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 def known_name(name: str, tools: Collection[str]) -> str:
     """The tool that a model calls by this name: with a namespace and a number as Kimi writes them,
     or without the tool's own namespace. Raises ValueError where there is none."""
-    for each in (name, re.sub(r"\A\w+[.:]|:?\d+\Z", "", name), re.sub(r":?\d+\Z", "", name)):
-        if each in tools:
-            return each
-    if known := [tool for tool in tools if tool.endswith(f"__{name}")]:
-        return known[0]
+    own = re.sub(r"\Afunctions[.:]", "", name)
+    numbered = re.sub(r":\d+\Z" if own == name else r":?\d+\Z", "", own)
+    known = [each for each in (name, own, numbered) if each in tools]
+    short = [tool for tool in tools if tool.endswith(f"__{name}")]
+    if known or len(short) == 1:
+        return (known or short)[0]
     raise ValueError(f"there is no tool {name!r}")
 
 
@@ -172,14 +175,19 @@ class ParameterPatterns:
         self.key = re.compile(rf'{key}([^<>\n"]+?)(?:{"|".join(opens)})|(?:{ends})')
         known = "|".join(map(re.escape, names)) or "(?!)"
         ways = "|".join(loose(way.opens.rstrip()) for way in layout.values)
-        forgotten = rf"\n?(?P<next>{key}(?:{known})(?:{ways}))"
+        line = r"\n" if "\n" in layout.separator else r"\n?"
+        forgotten = rf"{line}(?P<next>{key}(?:{known})(?:{ways}))"
         call = loose(layout.closes.strip())
-        forgotten += rf"|\n?(?P<next>{call}\s*{loose(layout.start)})" if call else ""
+        forgotten += rf"|\n?(?P<next>{call}\s{{0,64}}{loose(layout.start)})" if call else ""
         self.closes = []
         for way in layout.values:
             closes = rf"{_closes(way)}(?:{key}|{ends}))"
             self.closes.append(re.compile(f"{closes}|{forgotten}" if way.closes else closes))
-        self.ending = re.compile(rf"\s*{call or '(?!)'}\s*(?:{ends})?\s*\Z")
+        # Text in which nothing of this begins, nor white space that may belong to it.
+        edges = [layout.key, layout.closes, *(way.closes for way in layout.values)]
+        begins = re.escape("".join(text.strip()[:1] for text in edges)) + "<"
+        self.plain = re.compile(rf"[^{begins}]*[^{begins}\s]")
+        self.ending = re.compile(rf"\s{{0,64}}{call or '(?!)'}\s{{0,64}}(?:{ends})?\s*\Z")
 
 
 def _opens(way: Value, layout: Layout) -> str:
@@ -207,14 +215,20 @@ class ParameterArguments:
     """Arguments that are parameters with a value each, like JsonArguments. A value is given out
     when it is complete, a string as it comes."""
 
+    form: ChatFormat
     layout: Layout
-    patterns: ParameterPatterns
     schemas: Json
+    patterns: ParameterPatterns = field(init=False)
     rest: str = ""
     ended: bool = False
     _before: str = "{"  # the next parameter
     _way: int | None = None  # of the value that is being read
     _types: set[str] = field(default_factory=set)  # of that value
+    _left: set[str] = field(init=False)  # parameters that have not come
+
+    def __post_init__(self) -> None:
+        self._left = set(self.schemas)
+        self.patterns = ParameterPatterns(self.form, self.layout, frozenset(self._left))
 
     def feed(self, text: str) -> str:
         """What this text adds to the arguments."""
@@ -228,6 +242,10 @@ class ParameterArguments:
                 self.rest = self.rest[found.end() :]
                 made += self._begin(found[1], found.lastgroup)
                 continue
+            streamed = self._types == {"string"} and not self.layout.html
+            if streamed and self.patterns.plain.fullmatch(self.rest):
+                made, self.rest = made + self._in_json(self.rest), ""
+                break
             found = self.patterns.closes[self._way].search(self.rest, partial=True)
             if not found or found.partial:
                 made += self._stream(found.start() if found else len(self.rest))
@@ -240,7 +258,11 @@ class ParameterArguments:
     def finish(self) -> str:
         """What the end of the answer adds, where the model ended it. A value must have ended, or
         its call."""
-        if self._way is not None:
+        if self._way is None:
+            begun_key, rest = self.layout.key.strip(), self.rest.strip()
+            if rest and (rest.startswith(begun_key) or begun_key.startswith(rest)):
+                return ""  # it breaks off in a parameter's name
+        else:
             found = self.patterns.ending.search(self.rest, partial=True)
             if found and re.search(TAG, found[0]):
                 self.rest = self.rest[: found.start()] + self.layout.values[self._way].closes
@@ -252,6 +274,8 @@ class ParameterArguments:
             self.ended = True
             return "}" if self._before == ", " else "{}"
         self._way = int(way[1:])
+        self._left.discard(key)
+        self.patterns = ParameterPatterns(self.form, self.layout, frozenset(self._left))
         self._types = types_of(self.schemas.get(key))
         if not self._types and (string := self.layout.values[self._way].string) is not None:
             self._types = {"string"} if string else {"object"}
@@ -261,17 +285,31 @@ class ParameterArguments:
 
     def _stream(self, end: int) -> str:
         """What is certain of a string, at most up to `end`."""
-        if self._types != {"string"}:
+        if self._types != {"string"} or self.layout.html:
             return ""
         if found := self.patterns.ending.search(self.rest, partial=True):
             end = min(end, found.start())
         text, self.rest = self.rest[:end], self.rest[end:]
-        return _dumped(text)[1:-1]
+        return self._in_json(text)
+
+    def _in_json(self, text: str) -> str:
+        """The text of a string, which the model may write in JSON itself."""
+        if self._is_json():
+            return CONTROL.sub(lambda found: _dumped(found[0])[1:-1], text)
+        return _dumped(unescape(text) if self.layout.html else text)[1:-1]
+
+    def _is_json(self) -> bool:
+        way = self.layout.values[self._way or 0]
+        return not self.layout.raw and way.opens.endswith('"') and way.closes.startswith('"')
 
     def _value(self, text: str) -> str:
         """A complete value, or the rest of a string."""
         if self._types == {"string"}:
-            return _dumped(text)[1:]
+            return self._in_json(text) + '"'
+        if self._is_json():
+            text = unescaped(text)
+        elif self.layout.html:
+            text = unescape(text)
         try:
             return clean(_dumped(typed(text, self._types)))
         except NOT_JSON:
@@ -294,9 +332,7 @@ def begun(text: str, form: ChatFormat, schemas: Schemas) -> tuple[str, Arguments
         if found and name and layout is None:
             return name, JsonArguments(), found.end()
         if found and name and layout:
-            own = schemas[name]
-            patterns = ParameterPatterns(form, layout, frozenset(own))
-            return name, ParameterArguments(layout, patterns, own), found.end()
+            return name, ParameterArguments(form, layout, schemas[name]), found.end()
     return None
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 
 from mlxspec.text.layouts import (
     ARGUMENTS,
@@ -91,11 +92,13 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
     return ChatFormat(tuple(dict.fromkeys(layouts)), bool(own), spelled, start, end, *ids)
 
 
+@lru_cache(16)
 def is_harmony(tokenizer: TokenizerWrapper) -> bool:
     """Whether the model writes OpenAI's Harmony."""
     return bool({"<|channel|>", "<|message|>"} <= tokenizer.get_vocab().keys())
 
 
+@lru_cache(16)
 def has_headers(tokenizer: TokenizerWrapper) -> bool:
     """Whether answers are messages with headers, as in Harmony."""
     return bool(tokenizer.response_transitions) or is_harmony(tokenizer)
@@ -154,7 +157,10 @@ def _own_layout(tokenizer: TokenizerWrapper, thoughtless: str) -> tuple[Layout |
     def write(calls: Sequence[NamedCall]) -> str:
         text = re.sub(rf"\A{thoughtless}", "", written_by(tokenizer, calls))
         start = tokenizer.tool_call_start or ""
-        return text[max(0, text.find(start)) :]
+        at = max(0, text.find(start))
+        # mlx-lm says where calls begin, but for Hermes' marker, which may be in another's section.
+        inside = start == json_tools.tool_call_start and re.search(TAG, text[:at])
+        return text if inside else text[at:]
 
     try:
         return learned(write), NAME not in write([(NAME, ARGUMENTS)])

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import unescape
 from itertools import takewhile
 from json import JSONDecoder
 from typing import Any, Literal
@@ -51,10 +52,10 @@ class Layout:
     `before`, its name, `after`, its arguments and `closes`, with `between` two; the section `ends`.
 
     Arguments are a JSON object; or parameters in `tags`, each `key`, its name and a value; or
-    `words`, as in a call of Python's, whose values end at a comma; or the call is a `whole` object,
-    in which the name comes last. `values` are the ways in which
-    one is written, with `separator` between two. Behind the name of a call without parameters
-    stands `empty`. `raw`: strings are written without escapes. `true` is the word for it.
+    `words`, as in a call in Python, whose values end at a comma; or the call is a `whole` object in
+    some other order. `values` are the ways in which a value is written, with `separator` between
+    two. Behind the name of a call without parameters stands `empty`. `raw`: strings are written
+    without escapes; `html`: with those of HTML. `true` is the word for it.
     """
 
     opens: str
@@ -69,6 +70,7 @@ class Layout:
     separator: str = ""
     empty: str = ""
     raw: bool = False
+    html: bool = False
     true: str = "true"
 
     @cached_property
@@ -104,19 +106,36 @@ def alike(some: Sequence[str], others: Sequence[str]) -> int:
 
 
 def learned(write: Write) -> Layout | None:
-    """The layout of what writes calls; None where it writes no names and arguments."""
+    """The layout of what writes calls; None where it writes no names and arguments, or they are in
+    its markup too."""
     one = write([(NAME, ARGUMENTS)])
     at = one.rfind(NAME, 0, max(one.find(KEY_A), 0))
     if at < 0:
-        whole = re.fullmatch(rf"([^{{]*)\{{.*{KEY_A}.*{NAME}.*\}}([^}}]*)", one, re.DOTALL)
-        return Layout("", whole[1], "", whole[2], style="whole") if whole else None
+        return _whole(one)
     before, rest = one[:at], one[at + len(NAME) :]
     if found := _json_in(rest, ARGUMENTS):
         first, end = found
         return _with_section(write, Layout("", before, rest[:first], rest[end:]))
     turns = "(.*?)".join(["", KEY_A, VALUE_A, KEY_B, VALUE_B])
     parts = re.fullmatch(f"{turns}(.*)", rest, re.DOTALL)
-    return _with_parameters(write, before, *map(PIECE.findall, parts.groups())) if parts else None
+    if not parts or "\\" in parts[2]:  # JSON in a string
+        return _whole(one)
+    layout = _with_parameters(write, before, *map(PIECE.findall, parts.groups()))
+    texts = [layout.opens, layout.after, layout.closes, layout.ends, layout.key, layout.separator]
+    texts += [text for way in layout.values for text in (way.opens, way.closes)]
+    mixed = any(word in text for text in texts for word in (NAME, *ARGUMENTS, *ARGUMENTS.values()))
+    named = layout.style == "tags" or layout.after.strip() in ("(", "{")
+    if mixed:
+        return None
+    return layout if named else _whole(one)
+
+
+def _whole(one: str) -> Layout | None:
+    """The layout of a call in one object, by what stands around it."""
+    found = re.fullmatch(r"([^{]*)\{.*\}([^}]*)", one, re.DOTALL)
+    if not found or NAME not in one or KEY_A not in one:
+        return None
+    return Layout("", found[1], "", found[2], style="whole")
 
 
 def _json_in(text: str, arguments: Json) -> tuple[int, int] | None:
@@ -187,12 +206,13 @@ def _with_parameters(
     )
     layout = _with_section(write, layout)
     ways: dict[tuple[str, str], set[bool]] = {("".join(opens), value_closes): {True}}
-    true, raw, closing = "true", False, ""
+    true, raw, closing, marked_up = "true", False, "", False
     for value, pattern in PROBES:
         text = write([(NAME, {KEY_A: value})])
         rest = text.partition(KEY_A)[2]
         found = re.search(pattern, rest)
         if not found:  # written with escapes
+            marked_up = marked_up or (value == HARD and HARD in unescape(rest))
             continue
         if value is True:
             true = found[0]
@@ -217,5 +237,6 @@ def _with_parameters(
         values=tuple(values),
         empty=empty,
         raw=raw,
+        html=marked_up,
         true=true,
     )

@@ -15,13 +15,16 @@ WORDS: Mapping[str, Any] = {
     **{"true": True, "True": True, "false": False, "False": False},
     **{"null": None, "None": None},
 }
-ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+ESCAPE = re.compile(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+ESCAPED |= {char: char for char in "\"'\\/"}
 BARE = re.compile(r"[^\s,:=(){}\[\]\"'<>]+")
 CLOSES = {"{": "}", "[": "]", "(": ")"}
 # A quote ends a string where something else can follow; others are part of it.
-QUOTED = r"{0}((?:[^{0}\\]|\\.|{0}(?!\s*(?:[,:=)\]}}]|\Z)))*+){0}"
+QUOTED = r"{0}((?:[^{0}\\]|\\.|{0}(?!\s*(?:[,:=)\]}}]|\Z)|\s+{0}))*+){0}(?!\s+{0})"
+THRICE = r"{0}{0}{0}(.*?){0}{0}{0}"
 STRINGS = {quote: re.compile(QUOTED.format(quote), re.DOTALL) for quote in "\"'"}
+STRINGS |= {3 * quote: re.compile(THRICE.format(quote), re.DOTALL) for quote in "\"'"}
 
 
 class Literals:
@@ -93,7 +96,8 @@ class Literals:
         if self._quote and self.text.startswith(self._quote, self.at):
             found = self._raw.match(self.text, self.at)
         elif self.text[self.at] in STRINGS:
-            found = STRINGS[self.text[self.at]].match(self.text, self.at)
+            thrice = self.text[self.at : self.at + 3]
+            found = STRINGS.get(thrice, STRINGS[self.text[self.at]]).match(self.text, self.at)
         else:
             return None
         if not found:
@@ -107,7 +111,7 @@ def unescaped(text: str) -> str:
 
     def char(found: re.Match[str]) -> str:
         code = found[1]
-        return chr(int(code[1:], 16)) if code[1:] else ESCAPED.get(code, code)
+        return chr(int(code[1:], 16)) if code[1:] else ESCAPED.get(code, found[0])
 
     return clean(ESCAPE.sub(char, text))  # pairs of surrogates become one character
 

@@ -133,7 +133,11 @@ class OutputParser:
             return []
         text = self._tail + text
         while found := self._patterns[self._state].search(text):
+            state = self._state
             self._add(text[: found.start()])
+            if self._state != state:  # which has other markers
+                text = text[found.start() :]
+                continue
             self._tail, text = found[0], text[found.end() :]
             if not text:  # it may go on
                 break

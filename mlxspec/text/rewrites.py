@@ -22,6 +22,7 @@ TOOLS_FOLLOW = "You can call these tools, each a JSON object on its line:"
 HOW_TO_CALL = "To call one, write its name and arguments so, and nothing after the last call:\n"
 BEGINNING = "(The conversation begins with an answer.)"
 BETWEEN = "Go on."
+MISSING = "(There is no result.)"
 
 
 def calls_as_text(messages: Messages, form: ChatFormat) -> Messages:
@@ -45,6 +46,32 @@ def results_as_user(messages: Messages, _: ChatFormat) -> Messages:
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             message = {"role": "user", "content": text}
         turns.append(message)
+    return turns
+
+
+def one_system(messages: Messages, _: ChatFormat) -> Messages:
+    """The system texts that come first as one."""
+    systems = list(takewhile(lambda turn: turn["role"] == "system", messages))
+    return [joined(*systems), *messages[len(systems) :]] if systems else messages
+
+
+def results_behind_calls(messages: Messages, form: ChatFormat) -> Messages:
+    """Each turn of calls with its results behind it; one that has not come is said to be missing,
+    and one without a call is the user's."""
+    results = [message for message in messages if message["role"] == "tool"]
+    turns: Messages = []
+    for message in messages:
+        if message["role"] == "tool":
+            if any(message is each for each in results):  # of no call
+                turns += results_as_user([message], form)
+            continue
+        turns.append(message)
+        for call in message.get("tool_calls", ()):
+            id = call.get("id")
+            its = [each for each in results if each.get("tool_call_id", id) == id][:1]
+            results = [each for each in results if not its or each is not its[0]]
+            named = {"tool_call_id": id} if id else {}
+            turns += its or [{"role": "tool", "content": MISSING, **named}]
     return turns
 
 
@@ -169,7 +196,8 @@ ASK, AGAIN = _turn("user", "zqask"), _turn("user", "zqagain")
 SYSTEM, LATE = _turn("system", "zqsystem"), _turn("system", "zqlate")
 SAID = _turn("assistant", "zqsaid")
 CALL = _turn("assistant", tool_calls=[_call("zqcall", ID)])
-CALLS = _turn("assistant", tool_calls=[_call("zqcall", ID), _call("zqother", OTHER_ID)])
+SECOND = _turn("assistant", tool_calls=[_call("zqsecond", OTHER_ID)])
+CALLS = _turn("assistant", tool_calls=CALL["tool_calls"] + SECOND["tool_calls"])
 LONG = _turn("assistant", tool_calls=[_call("zqcall", LONG_ID)])
 RESULT = _turn("tool", "zqresult", tool_call_id=ID)
 MORE = _turn("tool", "zqmore", tool_call_id=OTHER_ID)
@@ -180,7 +208,14 @@ LONG_RESULT = {**RESULT, "tool_call_id": LONG_ID}
 REWRITES: dict[Rewrite, list[Messages]] = {
     calls_as_text: [[ASK, CALL, RESULT]],
     results_as_user: [[ASK, CALL, RESULT]],
+    results_behind_calls: [
+        [ASK, CALL, AGAIN],
+        [ASK, CALL, LATE, RESULT],
+        [ASK, RESULT, AGAIN],
+        [ASK, CALL, SECOND, RESULT, MORE],
+    ],
     without_system: [[SYSTEM, ASK]],
+    one_system: [[SYSTEM, LATE, ASK]],
     system_as_user: [[SYSTEM, ASK, SAID, LATE, AGAIN], [ASK, LATE], [ASK, CALL, RESULT, LATE]],
     call_by_call: [[ASK, CALLS, RESULT, MORE]],
     text_before_calls: [[ASK, {**CALL, "content": "zqbeside"}, RESULT]],
@@ -217,15 +252,18 @@ def rewritten(messages: Messages, rewrites: Iterable[Rewrite], form: ChatFormat)
 
 
 def _taken(render: Render, messages: Messages, sent: Messages) -> int:
-    """Whether a template takes messages: 2 with all texts of what was sent, 1 without some, 0 if it
-    refuses."""
+    """Whether a template takes messages: 2 with all texts of what was sent, in their order, 1
+    without some, 0 if it refuses."""
     try:
         text = render(messages)
     except Exception:  # a template raises whatever its author chose
         return 0
-    calls = [call for turn in sent for call in turn.get("tool_calls", ())]
-    words = [call["function"]["arguments"]["a"] for call in calls]
-    return 1 + all(word in text for word in words + [turn["content"] for turn in sent])
+    places = []  # of the texts of each turn
+    for turn in sent:
+        calls = [call["function"]["arguments"]["a"] for call in turn.get("tool_calls", ())]
+        places.append([text.find(word) for word in [turn["content"], *calls] if word])
+    first = [min(each) for each in places if each]
+    return 1 + (all(min(each, default=0) >= 0 for each in places) and first == sorted(first))
 
 
 def tools_as_text(messages: Messages, tools: Tools, form: ChatFormat) -> Messages:

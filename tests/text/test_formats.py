@@ -3,6 +3,7 @@ is forced in it is read as calls that conform."""
 
 import itertools
 import json
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -88,6 +89,49 @@ def test_any_call_in_any_format_is_read_back(
     markup = [*format_of(tokenizer).layouts[0].values]
     ambiguous = any(way.closes.strip() in str(call[1]) for way in markup if way.closes.strip())
     assert whole == [call] or (ambiguous and format_of(tokenizer).layouts[0].style != "json")
+
+
+@settings(max_examples=100, deadline=None)
+@given(name=st.sampled_from(sorted(TEMPLATES)), data=st.data())
+def test_prose_about_a_format_in_any_pieces(
+    tokenizers: dict[str, Any], name: str, data: Any
+) -> None:
+    """Text with pieces of markup before a call reads the same however it is cut, and nothing of it
+    is lost."""
+    tokenizer = tokenizers[name]
+    layout = format_of(tokenizer).layouts[0]
+    marks = [layout.start, layout.end, layout.key, "The module ", "write_file", "{", "[", "\n", "a"]
+    prose = "".join(
+        data.draw(st.lists(st.sampled_from([each for each in marks if each]), max_size=6))
+    )
+    said = prose + written_by(tokenizer, [("write_file", {"path": "a"})], TOOLS)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=6)))
+    seen = []
+    for pieces in ([said], said, [said[a:b] for a, b in itertools.pairwise([0, *cuts, len(said)])]):
+        reader = OutputParser(tokenizer, TOOLS, False)
+        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        text = "".join(part.text for part in parts if part.kind == "content")
+        seen.append((text, [(each.name, each.arguments) for each in reader.calls]))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_large_vocabulary_costs_nothing_a_message(tmp_path: Path) -> None:
+    """What depends on the vocabulary is found once for a tokenizer."""
+    words = tuple(f"<|w{i}|>" for i in range(20_000))
+    tokenizer = load_tokenizer(
+        save_tokenizer(tmp_path, template=TEMPLATES["json_tools"], extra=words)
+    )
+    render(
+        tokenizer,
+        conversation_of([{"role": "user", "content": "a"}], None, {}, History()),
+        History(),
+    )
+    began = time.process_time()
+    for _ in range(50):
+        OutputParser(tokenizer, TOOLS, False)
+    many = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 50
+    render(tokenizer, conversation_of(many, None, {}, History()), History())
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -213,6 +257,34 @@ FORGETFUL = (  # leaves out calls, and everything beside them
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{# tools tool_calls #}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+ORDERS = {
+    "two system texts first": [("system", "s1"), ("system", "s2"), ("user", "q")],
+    "a call without a result": [("user", "q"), call(1), ("user", "stop")],
+    "a result without a call": [("user", "q"), result(1), ("user", "go on")],
+    "system text between call and result": [("user", "q"), call(1), ("system", "s"), result(1)],
+    "two calls, then their results": [("user", "q"), call(1), call(2), result(1), result(2)],
+    "results in another order": [("user", "q"), call(1, also=True), result(1, 1), result(1, 0)],
+    "an answer first": [("assistant", "a"), ("user", "q")],
+    "system text alone": [("system", "s")],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("template", [STRICT, FORGETFUL, TEMPLATES["json_tools"]])
+def test_no_order_of_turns_is_refused(template: str, order: str, tmp_path: Path) -> None:
+    """And no text is lost."""
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=template))
+    messages = [
+        each if isinstance(each, dict) else {"role": each[0], "content": each[1]}
+        for each in ORDERS[order]
+    ]
+    said = render(tokenizer, conversation_of(messages, None, {}, History()), History()).text
+    for turn in messages:
+        assert turn["content"] in said
+        for each in turn.get("tool_calls", ()):
+            assert each["function"]["arguments"]["a"] in said
 
 
 @pytest.mark.parametrize("template", [STRICT, FORGETFUL, TEMPLATES["json_tools"]])

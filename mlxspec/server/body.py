@@ -114,18 +114,22 @@ def takes(
 
     async def endpoint(http: HttpRequest) -> ASGIApp:
         state, sent = http.app.state.server, bytearray()
-        strict, data = state.config.strict_content, sent
+        strict, data, grown = state.config.strict_content, sent, 0
         try:
             await _read(http, sent)
             if encoding := http.headers.get("content-encoding"):
                 most = state.config.max_body_mb << 20
                 data = await state.on_text_thread(_decompressed, sent, encoding.lower(), most)
+                grown = len(data)
+                state.unread += grown
+                if grown > LARGE and state.unread > MAX_BODIES * most:
+                    raise Busy(RETRY_S, "other requests have large bodies")
             if len(data) < LARGE:
                 body, ignored = parse(kind, data, strict)
             else:
                 body, ignored = await state.on_text_thread(parse, kind, data, strict)
         finally:
-            state.unread -= len(sent)
+            state.unread -= len(sent) + grown
         http.scope[IGNORED] = ignored
         model = await state.model(body.model)
         return await while_connected(http, answer(http, body, model))
@@ -161,9 +165,14 @@ def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
     try:
         match encoding:
             case "zstd":  # Codex' requests
-                text = ZstdDecompressor().stream_reader(data).read(most + 1)
+                text = (
+                    ZstdDecompressor().stream_reader(data, read_across_frames=True).read(most + 1)
+                )
             case "gzip" | "deflate":
-                text = zlib.decompressobj(wbits=47).decompress(data, most + 1)  # finds out which
+                whole = zlib.decompressobj(wbits=47)  # finds out which
+                text = whole.decompress(data, most + 1)
+                if not whole.eof and len(text) <= most:
+                    raise zlib.error("it is cut off")
             case "identity":
                 text = data
             case _:

@@ -24,6 +24,8 @@ LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 # The values of a Host and of an Origin header, and the name in them.
 HOST = re.compile(r"(\[[0-9a-f.]*:[0-9a-f:.]*\]|[^\s:/?#@\[\]\\]+)(?::\d{0,5})?")
 ORIGIN = re.compile("https?://" + HOST.pattern)
+ASKS = "access-control-request-method"
+EXPOSED = ("x-request-id", "x-mlxspec-ignored", "retry-after")
 HEALTH = "/health"
 NO_KEY = {"/", HEALTH, *(f"/page/{name}" for name in FILES)}  # these hold no data
 FULL = "mlxspec.full"  # in a request's scope: no place is left for it
@@ -40,12 +42,13 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         allow_private_network=True,
-        expose_headers=("x-request-id", "x-mlxspec-ignored", "retry-after"),
+        expose_headers=EXPOSED,
     )
 
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        asks_first = scope["method"] == "OPTIONS"  # a browser's preflight has no key
+        # A browser's preflight has no key.
+        asks_first = scope["method"] == "OPTIONS" and ASKS in headers
         try:
             _check_host(headers, config)
             _check_origins(headers, config)
@@ -62,6 +65,8 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
             response = error_response(scope, error)
             if error.status != 403 and "origin" in headers:
                 response.headers["access-control-allow-origin"] = headers["origin"]
+                response.headers["access-control-expose-headers"] = ", ".join(EXPOSED)
+                response.headers["vary"] = "Origin"
             return await _refuse(response, scope, receive, send)
         await app(scope, receive, send)
 
@@ -106,10 +111,10 @@ def _check_origins(headers: Headers, config: Config) -> None:
     """Refuse pages of other sites: not of an allowed host, nor named by the settings, where a list
     of hosts may have origins too."""
     hosts = _allowed_hosts(config) | {_name(HOST, headers.get("host", ""))}
-    named = {*config.allowed_origins, *config.allowed_hosts}
+    named = {name.lower().rstrip("/") for name in config.allowed_origins + config.allowed_hosts}
     for origin in headers.getlist("origin"):
         name = _name(ORIGIN, origin)
-        listed = ("://" in origin or origin == "null") and origin in named
+        listed = ("://" in origin or origin == "null") and origin.lower() in named
         if not listed and not (name and name in hosts):
             at = origin[:200]
             why = f"pages of {at!r} may not use this server; start it with --allowed-origins ORIGIN"

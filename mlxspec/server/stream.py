@@ -44,7 +44,8 @@ class Choice:
     output: Output = NO_OUTPUT  # the last one; its counts are of the whole choice
     whole: Piece = field(default_factory=Piece)  # all pieces so far as one
     _logprobs: list[Logprob] = field(default_factory=list)  # until their text is released
-    _starts: list[int] = field(default_factory=list)  # likewise
+    _starts: list[int] = field(default_factory=list)  # of tokens whose text may be held back
+    _sure: int = 0  # of these may be shown
 
     def __post_init__(self) -> None:
         self.stops = self.reader.stops
@@ -65,11 +66,12 @@ class Choice:
         if self.single and ends:
             del parts[ends[0] :], self.calls[1:]
             self.finish = "stop"
-        self._starts += reader.released
-        reader.released = []
-        starts: list[int] = []
-        if self.finish or not (self.parser and self.stops.pending):
-            starts, self._starts = self._starts, []
+        self._release()
+        if self.stops.stopped is None and self.finish:
+            self._sure = len(self._starts)
+        starts = self._starts[: self._sure]
+        del self._starts[: self._sure]
+        self._sure = 0
         self._logprobs += output.logprobs
         logprobs = self._logprobs[: len(starts)]
         del self._logprobs[: len(starts)]
@@ -77,6 +79,17 @@ class Choice:
         self.whole.logprobs += logprobs
         self.whole.starts += starts
         return Piece(parts, logprobs, starts, self.finish)
+
+    def _release(self) -> None:
+        """Take the tokens whose text the reader has shown. They are sure where no stop string may
+        begin in it, and up to one that has."""
+        self._starts += self.reader.released
+        self.reader.released = []
+        hidden = len(self.stops.pending) if self.parser else 0
+        if self.stops.stopped is not None:
+            self._sure = sum(start < self.reader.shown - hidden for start in self._starts)
+        elif not hidden:
+            self._sure = len(self._starts)
 
     def _text(self, output: Output) -> list[Part]:
         text = self.reader.feed(output.tokens)
@@ -94,6 +107,7 @@ class Choice:
             made += self._up_to_stop(self.parser.feed(self.reader.feed(tokens)))
             if self.stops.stopped is not None:
                 return made
+            self._release()
         if output.finish is not None:
             last = self.parser.feed(self.reader.finish())
             last += self.parser.finish(cut=output.finish == "length")

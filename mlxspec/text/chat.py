@@ -262,6 +262,8 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
     if conversation.options.get("reasoning_effort", "none") != "none":
         others = {k: v for k, v in conversation.options.items() if k != "reasoning_effort"}
         ways.append(replace(conversation, options=others))
+    if not conversation.tools and template_reads(tokenizer, "tools"):  # some templates need a list
+        ways.append(replace(conversation, options={**conversation.options, "tools": []}))
     # The last reason is of the messages as they came.
     for way, rewrites in product(ways, (rewrites_of(tokenizer), GENTLE, ())):
         try:

@@ -64,7 +64,7 @@ class Detokenizer:
     never shown. An answer does not begin with the space that its first token may carry; with
     `prompt_text_continues` the text goes on from the prompt's and keeps it.
 
-    `count` is the number of tokens read, including a
+    `shown` counts the characters that were shown. `count` is the number of tokens read, including a
     stop token and the token that completed a stop string. `released` has, for each token of whose
     text something was shown, where its text begins: its log-probability may be sent. The caller may
     empty it. Nothing is read after the end.
@@ -81,7 +81,7 @@ class Detokenizer:
         spelled = is_byte_level(self.tokenizer)  # whose first space is the answer's
         self._trim = trims and not spelled and not self.prompt_text_continues
         self.stops = StopStrings(self.stop)
-        self._shown = 0  # characters
+        self.shown = 0  # characters
         self._starts: deque[int] = deque()  # where the text of each unreleased token begins
         self.ended = False
         self.count = 0
@@ -97,7 +97,7 @@ class Detokenizer:
             if token in self.stop_tokens:
                 self.ended = True
                 break
-            self._starts.append(self._shown + len(self.stops.pending))
+            self._starts.append(self.shown + len(self.stops.pending))
             shown.append(self._take(self._utf8.decode(token_bytes(self.tokenizer, token))))
         return "".join(shown)
 
@@ -126,8 +126,8 @@ class Detokenizer:
         return self._show(shown)
 
     def _show(self, text: str) -> str:
-        self._shown += len(text)
-        while self._starts and self._starts[0] < self._shown:
+        self.shown += len(text)
+        while self._starts and self._starts[0] < self.shown:
             self.released.append(self._starts.popleft())
         return text
 

@@ -49,6 +49,7 @@ def call_rules(
     if own.style == "whole" or not ended or not forces_own(tokenizer):
         own = others
     flat = [each for each in functions if own.style == "json" or _is_flat(_schema(each))]
+    flat = [each for each in flat if own is others or not re.search(r"[\s\"']", each["name"])]
     rest = [each for each in functions if each not in flat]
     sections = []
     for layout, some in ((own, flat), (others, rest)):

@@ -185,7 +185,7 @@ def _with_parameters(
     first: list[str],  # the pieces between name and key, and so on
     opens: list[str],
     next_: list[str],
-    _opens: list[str],
+    _: list[str],
     last: list[str],
 ) -> Layout:
     """The layout of calls whose arguments are parameters."""
@@ -195,48 +195,47 @@ def _with_parameters(
     m = alike(first[::-1], next_[n:][::-1])
     while m and first[-m].isspace():
         m -= 1
-    value_closes, ending = "".join(next_[:n]), "".join(last[n:])
+    closes = "".join(next_[:n])
     layout = Layout(
         "",
         before,
         "".join(first[: len(first) - m]),
         "".join(last),
         key="".join(first[len(first) - m :]),
+        values=(Value(True, "".join(opens), closes),),
         separator="".join(next_[n : len(next_) - m]),
     )
     layout = _with_section(write, layout)
-    ways: dict[tuple[str, str], set[bool]] = {("".join(opens), value_closes): {True}}
-    true, raw, closing, marked_up = "true", False, "", False
-    for value, pattern in PROBES:
-        text = write([(NAME, {KEY_A: value})])
-        rest = text.partition(KEY_A)[2]
-        found = re.search(pattern, rest)
-        if not found:  # written with escapes
-            marked_up = marked_up or (value == HARD and HARD in unescape(rest))
-            continue
-        if value is True:
-            true = found[0]
-        if value in (HARD, 7007):
-            closing = rest[found.end() :].removesuffix(ending)
-            raw = raw or value == HARD
-        ways.setdefault((rest[: found.start()], closing), set()).add(value == HARD)
     none = write([(NAME, {})])
     empty = none[none.rfind(NAME) + len(NAME) :].removesuffix(layout.ends)
     if tags := re.findall(TAG, layout.closes):  # behind the last one may be the end of the turn
         empty = empty[: empty.find(tags[-1]) + len(tags[-1])]
+    layout = replace(layout, closes=layout.closes.removeprefix(closes), empty=empty)
+    return _with_values(write, layout, "".join(last[n:]))
+
+
+def _with_values(write: Write, layout: Layout, ending: str) -> Layout:
+    """The layout with all ways in which values are written, by that of a plain string. `ending`:
+    what stands behind the last value of a turn."""
+    [plain] = layout.values
+    ways: dict[tuple[str, str], set[bool]] = {(plain.opens, plain.closes): {True}}
+    true, raw, html, closes = "true", False, False, ""
+    for value, pattern in PROBES:
+        rest = write([(NAME, {KEY_A: value})]).partition(KEY_A)[2]
+        found = re.search(pattern, rest)
+        if not found:  # written with escapes
+            html = html or (value == HARD and HARD in unescape(rest))
+            continue
+        if value is True:
+            true = found[0]
+        if value in (HARD, 7007):
+            closes = rest[found.end() :].removesuffix(ending)
+            raw = raw or value == HARD
+        ways.setdefault((rest[: found.start()], closes), set()).add(value == HARD)
     values = [
         Value(kinds.pop() if len(kinds) == 1 else None, *way)
         for way, kinds in sorted(ways.items(), key=lambda item: -len(item[0][0]))
     ]
-    ended = closing.strip() or re.match(TAG, layout.key)
+    ended = closes.strip() or re.match(TAG, layout.key)
     style: Literal["tags", "words"] = "tags" if ended else "words"
-    return replace(
-        layout,
-        closes=layout.closes.removeprefix(value_closes),
-        style=style,
-        values=tuple(values),
-        empty=empty,
-        raw=raw,
-        html=marked_up,
-        true=true,
-    )
+    return replace(layout, style=style, values=tuple(values), raw=raw, html=html, true=true)

@@ -196,7 +196,8 @@ def _opens(way: Value, layout: Layout) -> str:
     padding = way.opens[len(text) :]
     longer = [other.opens.removeprefix(way.opens) for other in layout.values]
     longer = [more for more in longer if more not in ("", *(v.opens for v in layout.values))]
-    made = loose(text) + (f"(?!{any_of(longer, END)})" if longer else "")
+    made = loose(text.removesuffix('"')) + ('"' if text.endswith('"') else "")
+    made += f"(?!{any_of(longer, END)})" if longer else ""
     return made + (rf"(?:{re.escape(padding)}|(?=[^{re.escape(padding[0])}]))" if padding else "")
 
 
@@ -205,7 +206,9 @@ def _closes(way: Value) -> str:
     text = way.closes.lstrip()
     if not text:
         return "(?P<next>"
-    made = loose(text.removesuffix(">")) + r"\s*/?>?" if text.startswith("</") else loose(text)
+    made = ('"' if text.startswith('"') else "") + loose(text.removeprefix('"'))
+    if text.startswith("</"):
+        made = loose(text.removesuffix(">")) + r"\s*/?>?"
     padding = re.escape(way.closes[: -len(text)])
     return (f"(?:{padding})?" if padding else "") + made + r"(?P<next>\s{0,64}"
 

@@ -56,12 +56,13 @@ PROBE_TOOLS: list[Json] = [
 class ChatFormat:
     """What the model of one tokenizer writes. `layouts`: of its calls, its template's first, then
     others that it may write. `own`: the first is learned from the template. `spelled`: the known
-    format of calls of the history, which the template leaves out. The markers of its reasoning are
-    "" where it has none."""
+    format of calls of the history, which the template leaves out. `around`: the markers that stand
+    around a text. Those of its reasoning are "" where it has none."""
 
     layouts: tuple[Layout, ...]
     own: bool
     spelled: str
+    around: tuple[str, ...]
     think_start: str
     think_end: str
     think_start_tokens: tuple[int, ...]
@@ -89,7 +90,15 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
     layouts = ([own] if own else []) + [layout_of(name) for name in names]
     ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (start, end)]
     spelled = names[0] if dropped else ""
-    return ChatFormat(tuple(dict.fromkeys(layouts)), bool(own), spelled, start, end, *ids)
+    return ChatFormat(
+        tuple(dict.fromkeys(layouts)),
+        bool(own),
+        spelled,
+        _around_text(tokenizer, (start, end)),
+        start,
+        end,
+        *ids,
+    )
 
 
 @lru_cache(16)
@@ -176,6 +185,31 @@ def _beyond(text: str, plain: str) -> str:
     if re.fullmatch(rf".*{TAG}(?!zq)\w+", "".join(pieces[n:end]), re.DOTALL):
         end += 1  # the word of a marker that is a word between two tags
     return "".join(pieces[n:end])
+
+
+def _around_text(tokenizer: TokenizerWrapper, thinking: tuple[str, str]) -> tuple[str, ...]:
+    """The markers that the template writes around the text of an answer, as Command R's does: what
+    the prompt of an answer does not end with. None where answers have headers."""
+    if has_headers(tokenizer) or not tokenizer.has_chat_template:
+        return ()
+    user = [{"role": "user", "content": SAID}]
+    try:
+        said = _rendered(tokenizer, content=SAID)
+        prompt = apply_template(
+            tokenizer,
+            user,
+            tools=PROBE_TOOLS,
+            add_generation_prompt=True,
+        )
+    except Exception:  # a template raises whatever its author chose
+        return ()
+    prompt = prompt.rpartition(SAID)[2]
+    before, _, after = said.partition(SAID)
+    opens = re.search(rf"{TAG}\Z", before.rstrip())
+    closes = re.match(rf"\s*({TAG})", after)
+    if not opens or not closes or opens[0] in (*thinking, *re.findall(TAG, prompt)):
+        return ()
+    return opens[0], closes[1]
 
 
 def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:

@@ -185,9 +185,9 @@ class OutputParser:
             return
         self._stream(text)
         if self._state == NORMAL and not self._reader:
-            if self._begins() not in ("", "{", "`") or len(self._held) > MAX_HEAD:
-                if not self._is_list():
-                    self._end_untagged()
+            begins = self._begins() in ("", "{", "`") or self._is_named()
+            if not self._is_list() and (not begins or len(self._held) > MAX_HEAD):
+                self._end_untagged()
 
     def _say(self, text: str) -> None:
         if text:
@@ -231,7 +231,8 @@ class OutputParser:
         while self._held:
             if not self._reader:
                 if self._state == NORMAL and self._begins() not in ("{", "`"):
-                    return
+                    if not self._is_named():
+                        return
                 found = begun(self._held, self._form, self._schemas)
                 if not found:
                     return
@@ -277,6 +278,17 @@ class OutputParser:
     def _begins(self) -> str:
         """The character with which the held text may begin a call."""
         return START.sub("", self._held[:MAX_HEAD])[:1]
+
+    def _is_named(self) -> bool:
+        """Whether the held text may be a call that begins with a tool's name, as in formats that
+        have no markers or whose prompts end with them."""
+        layout, held = self._form.layouts[0], self._held[:MAX_HEAD].lstrip()
+        if layout.style != "json" or layout.name_opens or re.match(TAG_BEGINS, layout.start):
+            return False
+        if layout.start.startswith(held) and self.calls:
+            return True
+        held = held.removeprefix(layout.start)
+        return any(tool.startswith(held) or held.startswith(tool) for tool in self._schemas)
 
     def _is_list(self) -> bool:
         """Whether the held text may be calls in brackets, like those of Python."""
@@ -324,7 +336,7 @@ def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> 
             if not any(marker.startswith(inner[0]) for marker in (*content, start)):
                 content[inner[0]] = BARE_CALL
             edges[BARE_CALL][closes[0]] = CONTENT
-    for marker in tokenizer.structural_markers or ():
+    for marker in (*(tokenizer.structural_markers or ()), *form.around):
         content[marker] = NORMAL
     edges[NORMAL] = content | words
     for state, some in own.items():

@@ -30,6 +30,10 @@ MADE_UP = {
     "parameters on lines": EACH % ("<act>{{ c.name }}{{ '\\n' }}" + ITEMS % f"<p={{{{ k }}}}>{{{{ '\\n' }}}}{VALUE}{{{{ '\\n' }}}}</p>{{{{ '\\n' }}}}" + "</act>{{ '\\n' if not loop.last }}"),
     "parameters without ends": EACH % ("<|fn|>{{ c.name }}" + ITEMS % f"<|k|>{{{{ k }}}}<|v|>{VALUE}" + "<|end_fn|>"),
     "parameters in a section": "<calls>{{ '\\n' }}" + EACH % ('<x:invoke name="{{ c.name }}">' + ITEMS % f'<x:p name="{{{{ k }}}}">{VALUE}</x:p>' + "</x:invoke>{{ '\\n' }}") + "</calls>",
+    "a name and JSON": EACH % f"{{{{ c.name }}}}{{{{ '\\n' }}}}{JSON}{{{{ '\\n' if not loop.last }}}}",
+    "a name and JSON in a string": EACH % '<tc>{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson | tojson }}}</tc>',
+    "values in JSON in tags": EACH % ("<tc>{{ c.name }}" + ITEMS % "<k>{{ k }}</k><v>{{ v | tojson }}</v>" + "</tc>"),
+    "values in HTML": EACH % ("<tc>{{ c.name }}" + ITEMS % "<k>{{ k }}</k><v>{{ (v if v is string else v | tojson) | e }}</v>" + "</tc>"),
     "like Python": "<run>" + EACH % ("{{ c.name }}(" + "{% for k, v in c.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}" + "){{ '\\n' if not loop.last }}") + "</run>",
     "like Python, in a list": "[{% for c in calls %}{{ c.name }}({% for k, v in c.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]",
 }  # fmt: skip

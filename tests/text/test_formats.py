@@ -134,6 +134,20 @@ def test_a_large_vocabulary_costs_nothing_a_message(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
+def test_what_stands_around_a_text_is_no_part_of_it(tmp_path: Path) -> None:
+    """As Command R's; the text itself is not held up."""
+    template = TEMPLATES["json_tools"].replace(
+        "{{ m.content or '' }}",
+        "{% if m.role == 'assistant' and m.content %}<|SAYS|>{{ m.content }}<|/SAYS|>"
+        "{% else %}{{ m.content }}{% endif %}",
+    )
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=template))
+    for tools in (TOOLS, ()):
+        reader = OutputParser(tokenizer, tools, False)
+        parts = [part for piece in "<|SAYS|>Hello.<|/SAYS|>" for part in reader.feed(piece)]
+        assert "".join(part.text for part in parts + reader.finish()) == "Hello."
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_two_calls_are_two(tokenizers: dict[str, Any], name: str) -> None:
     tokenizer = tokenizers[name]
@@ -154,7 +168,8 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 # What is forced in these would have no end, or the name behind the arguments.
-IN_JSON = ("arguments first", "parameters without ends")
+IN_JSON = ("arguments first", "parameters without ends", "a name and JSON in a string")
+IN_JSON += ("values in JSON in tags", "values in HTML")  # whose escapes free text would not have
 FORCED = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g-2")
 ]

@@ -46,7 +46,8 @@ def call_rules(
     own, others = format_of(tokenizer).layouts[0], layout_of("json_tools")
     strings = [way for way in own.values if way.string is not False]
     ended = all(way.closes.strip() for way in strings)
-    if own.style == "whole" or not ended or not forces_own(tokenizer):
+    escaped = own.style == "tags" and (own.html or not own.raw)
+    if own.style == "whole" or escaped or not ended or not forces_own(tokenizer):
         own = others
     flat = [each for each in functions if own.style == "json" or _is_flat(_schema(each))]
     flat = [each for each in flat if own is others or not re.search(r"[\s\"']", each["name"])]

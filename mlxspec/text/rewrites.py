@@ -231,15 +231,23 @@ def rewrites_for(render: Render, form: ChatFormat) -> tuple[Rewrite, ...]:
     """The rewritings that a template needs: those without which it refuses a conversation, or
     leaves out a text."""
 
-    def taken(rewrites: Sequence[Rewrite], conversations: Sequence[Messages]) -> int:
-        return min(_taken(render, rewritten(each, rewrites, form), each) for each in conversations)
+    known: dict[str, int] = {}
 
-    needed = tuple(REWRITES)
-    if taken(GENTLE, REWRITES[calls_as_text]) >= taken(needed, REWRITES[calls_as_text]):
+    def taken(sent: Messages, rewrites: Sequence[Rewrite]) -> int:
+        messages = rewritten(sent, rewrites, form)
+        key = json.dumps([sent, messages])
+        if key not in known:
+            known[key] = _taken(render, messages, sent)
+        return known[key]
+
+    needed, tried = tuple(REWRITES), list[Messages]()
+    if all(taken(each, GENTLE) >= taken(each, needed) for each in REWRITES[calls_as_text]):
         needed = GENTLE
-    for rewrite, conversations in REWRITES.items():
+    # First the one that changes most.
+    for rewrite, conversations in sorted(REWRITES.items(), key=lambda item: item[0] is not merged):
         others = tuple(each for each in needed if each is not rewrite)
-        if taken(others, conversations) >= taken(needed, conversations):
+        tried += conversations  # also those that others of `needed` were enough for
+        if all(taken(each, others) >= taken(each, needed) for each in tried):
             needed = others
     return needed
 

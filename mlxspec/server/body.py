@@ -114,7 +114,9 @@ def takes(
 
     async def endpoint(http: HttpRequest) -> ASGIApp:
         state, sent = http.app.state.server, bytearray()
-        strict, data, grown = state.config.strict_content, sent, 0
+        strict = state.config.strict_content
+        data = sent
+        grown = 0  # bytes, by decompressing
         try:
             await _read(http, sent)
             if encoding := http.headers.get("content-encoding"):

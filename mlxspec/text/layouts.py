@@ -219,7 +219,9 @@ def _with_values(write: Write, layout: Layout, ending: str) -> Layout:
     what stands behind the last value of a turn."""
     [plain] = layout.values
     ways: dict[tuple[str, str], set[bool]] = {(plain.opens, plain.closes): {True}}
-    true, raw, html, closes = "true", False, False, ""
+    true = "true"
+    closes = ""
+    raw = html = False
     for value, pattern in PROBES:
         rest = write([(NAME, {KEY_A: value})]).partition(KEY_A)[2]
         found = re.search(pattern, rest)

@@ -282,7 +282,8 @@ class OutputParser:
     def _is_named(self) -> bool:
         """Whether the held text may be a call that begins with a tool's name, as in formats that
         have no markers or whose prompts end with them."""
-        layout, held = self._form.layouts[0], self._held[:MAX_HEAD].lstrip()
+        layout = self._form.layouts[0]
+        held = self._held[:MAX_HEAD].lstrip()
         if layout.style != "json" or layout.name_opens or re.match(TAG_BEGINS, layout.start):
             return False
         if layout.start.startswith(held) and self.calls:

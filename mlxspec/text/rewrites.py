@@ -240,7 +240,8 @@ def rewrites_for(render: Render, form: ChatFormat) -> tuple[Rewrite, ...]:
             known[key] = _taken(render, messages, sent)
         return known[key]
 
-    needed, tried = tuple(REWRITES), list[Messages]()
+    tried: list[Messages] = []
+    needed = tuple(REWRITES)
     if all(taken(each, GENTLE) >= taken(each, needed) for each in REWRITES[calls_as_text]):
         needed = GENTLE
     # First the one that changes most.

@@ -19,7 +19,7 @@ from zstandard import ZstdDecompressor, ZstdError
 from mlxspec import log
 from mlxspec.engine.worker import RETRY_S
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.state import TextModel, while_connected
+from mlxspec.server.state import ServerState, TextModel, while_connected
 from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
@@ -123,9 +123,7 @@ def takes(
                 most = state.config.max_body_mb << 20
                 data = await state.on_text_thread(_decompressed, sent, encoding.lower(), most)
                 grown = len(data)
-                state.unread += grown
-                if grown > LARGE and state.unread > MAX_BODIES * most:
-                    raise Busy(RETRY_S, "other requests have large bodies")
+                _count(state, grown, grown)
             if len(data) < LARGE:
                 body, ignored = parse(kind, data, strict)
             else:
@@ -150,15 +148,21 @@ async def _read(http: HttpRequest, data: bytearray) -> None:
     try:
         async with asyncio.timeout(BODY_S):
             async for part in http.stream():
-                data += part
-                state.unread += len(part)
-                if len(data) > most:
+                if len(data) + len(part) > most:
                     raise ApiError(413, why)
-                if len(data) > LARGE and state.unread > MAX_BODIES * most:
-                    raise Busy(RETRY_S, "other requests have large bodies")
+                data += part
+                _count(state, len(part), len(data))
     except TimeoutError as error:
         why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
         raise ApiError(408, why) from error
+
+
+def _count(state: ServerState, more: int, size: int) -> None:
+    """Count `more` bytes of a body of `size` so far. Raises Busy where all bodies that are being
+    read are too large together."""
+    state.unread += more
+    if size > LARGE and state.unread > MAX_BODIES * (state.config.max_body_mb << 20):
+        raise Busy(RETRY_S, "other requests have large bodies")
 
 
 def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
@@ -181,7 +185,9 @@ def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
                 why = f"content-encoding = {encoding[:64]!r}: send zstd, gzip or none"
                 raise ApiError(415, why)
     except (zlib.error, ZstdError) as error:
-        raise invalid("body", f"the body is no {encoding}: {error}; send it anew") from error
+        raise invalid(
+            "body", f"the body is not valid {encoding}: {error}; send it again"
+        ) from error
     if len(text) > most:
         raise ApiError(413, f"larger than {most >> 20} MiB when decompressed: send a smaller body")
     return bytearray(text)

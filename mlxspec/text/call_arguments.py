@@ -162,21 +162,21 @@ class JsonArguments:
         return ""
 
 
-@lru_cache(256)
+@lru_cache
 class ParameterPatterns:
     """How the parameters of a call are read. `key`: what stands before a value, with the name, and
     the number of the way in which it is written as the last group; or the end of the call. `closes`
-    ends a value, by its way: the group `next` is behind it. `ending`: the end of the call, where
-    the end of the last value is left out."""
+    ends a value, by its way: the group `next` is behind it; where its end is left out, the group
+    `name` is the next parameter's. `ending`: the end of the call, where that of the last value is
+    left out."""
 
-    def __init__(self, form: ChatFormat, layout: Layout, names: frozenset[str]) -> None:
+    def __init__(self, form: ChatFormat, layout: Layout) -> None:
         key, ends = loose(layout.key), endings(form, layout)
         opens = [f"(?P<w{i}>{_opens(way, layout)})" for i, way in enumerate(layout.values)]
         self.key = re.compile(rf'{key}([^<>\n"]+?)(?:{"|".join(opens)})|(?:{ends})')
-        known = "|".join(map(re.escape, names)) or "(?!)"
         ways = "|".join(loose(way.opens.rstrip()) for way in layout.values)
         line = r"\n" if "\n" in layout.separator else r"\n?"
-        forgotten = rf"{line}(?P<next>{key}(?:{known})(?:{ways}))"
+        forgotten = rf"{line}(?P<next>{key}(?P<name>[^<>\n\"]+?)(?:{ways}))"
         call = loose(layout.closes.strip())
         forgotten += rf"|\n?(?P<next>{call}\s{{0,64}}{loose(layout.start)})" if call else ""
         self.closes = []
@@ -231,7 +231,7 @@ class ParameterArguments:
 
     def __post_init__(self) -> None:
         self._left = set(self.schemas)
-        self.patterns = ParameterPatterns(self.form, self.layout, frozenset(self._left))
+        self.patterns = ParameterPatterns(self.form, self.layout)
 
     def feed(self, text: str) -> str:
         """What this text adds to the arguments."""
@@ -245,11 +245,10 @@ class ParameterArguments:
                 self.rest = self.rest[found.end() :]
                 made += self._begin(found[1], found.lastgroup)
                 continue
-            streamed = self._types == {"string"} and not self.layout.html
-            if streamed and self.patterns.plain.fullmatch(self.rest):
+            if self._is_streamed() and self.patterns.plain.fullmatch(self.rest):
                 made, self.rest = made + self._in_json(self.rest), ""
                 break
-            found = self.patterns.closes[self._way].search(self.rest, partial=True)
+            found = self._closer(self._way)
             if not found or found.partial:
                 made += self._stream(found.start() if found else len(self.rest))
                 break
@@ -257,6 +256,17 @@ class ParameterArguments:
             made += self._value(text)
             self._way = None
         return made
+
+    def _closer(self, way: int) -> re.Match[str] | None:
+        """What ends the value, or may begin to. Where its end is left out, a parameter must follow
+        that has not come; others are a part of the text."""
+        closes, at = self.patterns.closes[way], 0
+        while found := closes.search(self.rest, at, partial=True):
+            name = found.groupdict().get("name")
+            if found.partial or name is None or name in self._left:
+                return found
+            at = found.start() + 1
+        return None
 
     def finish(self) -> str:
         """What the end of the answer adds, where the model ended it. A value must have ended, or
@@ -278,7 +288,6 @@ class ParameterArguments:
             return "}" if self._before == ", " else "{}"
         self._way = int(way[1:])
         self._left.discard(key)
-        self.patterns = ParameterPatterns(self.form, self.layout, frozenset(self._left))
         self._types = types_of(self.schemas.get(key))
         if not self._types and (string := self.layout.values[self._way].string) is not None:
             self._types = {"string"} if string else {"object"}
@@ -288,12 +297,16 @@ class ParameterArguments:
 
     def _stream(self, end: int) -> str:
         """What is certain of a string, at most up to `end`."""
-        if self._types != {"string"} or self.layout.html:
+        if not self._is_streamed():
             return ""
         if found := self.patterns.ending.search(self.rest, partial=True):
             end = min(end, found.start())
         text, self.rest = self.rest[:end], self.rest[end:]
         return self._in_json(text)
+
+    def _is_streamed(self) -> bool:
+        """Whether the value is given out as it comes."""
+        return self._types == {"string"} and not self.layout.html
 
     def _in_json(self, text: str) -> str:
         """The text of a string, which the model may write in JSON itself."""

@@ -52,7 +52,7 @@ PROBE_TOOLS: list[Json] = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one for a tokenizer; a key of caches
 class ChatFormat:
     """What the model of one tokenizer writes. `layouts`: of its calls, its template's first, then
     others that it may write. `own`: the first is learned from the template. `spelled`: the known

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec import log
 from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, NOT_JSON, Arguments, begun, skipped
 from mlxspec.text.control_tokens import END, any_of
-from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, format_of, is_harmony
+from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, ChatFormat, format_of, is_harmony
 from mlxspec.text.layouts import MARKER, TAGS
 from mlxspec.text.messages import Tools
 from mlxspec.text.tool_calls import read_calls
@@ -100,15 +101,10 @@ class OutputParser:
         tokenizer, calls = self.tokenizer, bool(self.tools)
         self._form = form = format_of(tokenizer)
         self._edges = transitions(tokenizer, calls, self.constrained)
+        self._patterns = marker_patterns(tokenizer, calls, self.constrained)
         self._ends = {layout.end for layout in form.layouts if layout.end}
-        starts = any_of(layout.start for layout in form.layouts if layout.start)
-        self._around = re.compile(rf"\A\s*(?:{starts})|(?:{any_of(self._ends)})\s*\Z")
         # Calls like those of Python in brackets, without markers.
         self._bare = any(not each.start and each.style == "words" for each in form.layouts)
-        self._patterns = {}
-        for state, edges in self._edges.items():
-            marker = rf"(?<!\s)\s*+(?:{any_of(edges, END)}{END})\s*+"
-            self._patterns[state] = re.compile(marker)
         tagged = re.match(TAG_BEGINS, form.layouts[0].start)
         self._untagged = calls and not (self.constrained and tagged)
         # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
@@ -215,7 +211,7 @@ class OutputParser:
         elif content and after == NORMAL:  # a marker that leads nowhere
             if marker in self._ends:
                 shown = self._last != "call"
-            else:  # the end of reasoning that nobody has opened
+            else:  # an end-of-reasoning marker without a start
                 shown = marker == self._form.think_end and (said or bool(self._held.strip()))
             if shown:
                 self._add(found)
@@ -262,7 +258,7 @@ class OutputParser:
         """Add the calls of the held text. What cannot be read is text, with its markers."""
         if self._sent:
             self._held = skipped(self._form).sub("", self._held, 1)
-        text = self._around.sub("", self._held)
+        text = call_edges(self._form).sub("", self._held)
         if not self._held:
             return
         try:
@@ -307,6 +303,30 @@ class OutputParser:
             self._say(text)
 
 
+@lru_cache
+def call_edges(form: ChatFormat) -> re.Pattern[str]:
+    """The markers at the two ends of a text of calls."""
+    starts = any_of(layout.start for layout in form.layouts if layout.start)
+    ends = any_of(layout.end for layout in form.layouts if layout.end)
+    return re.compile(rf"\A\s*(?:{starts})|(?:{ends})\s*\Z")
+
+
+@lru_cache(64)
+def marker_patterns(
+    tokenizer: TokenizerWrapper,
+    calls: bool,
+    constrained: bool,
+) -> dict[str, re.Pattern[str]]:
+    """For each state the pattern of its markers, or of the beginning of one at a text's end, with
+    white space around."""
+    edges = transitions(tokenizer, calls, constrained)
+    return {
+        state: re.compile(rf"(?<!\s)\s*+(?:{any_of(some, END)}{END})\s*+")
+        for state, some in edges.items()
+    }
+
+
+@lru_cache(64)
 def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> Edges:
     """The markers that lead from each state to another: of the format, and where the answer has
     headers those of mlx-lm or Harmony. With `calls` also those of calls, and of what models write

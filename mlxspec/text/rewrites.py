@@ -89,12 +89,12 @@ def system_as_user(messages: Messages, _: ChatFormat) -> Messages:
     return turns
 
 
-def without_system(messages: Messages, _: ChatFormat) -> Messages:
+def without_system(messages: Messages, form: ChatFormat) -> Messages:
     """System text that comes first as the beginning of the user's text."""
-    systems = list(takewhile(lambda turn: turn["role"] == "system", messages))
-    if not systems:
+    first, *rest = one_system(messages, form)
+    if first["role"] != "system":
         return messages
-    first, rest = {**joined(*systems), "role": "user"}, messages[len(systems) :]
+    first = {**first, "role": "user"}
     if rest and rest[0]["role"] == "user":
         first, rest = joined(first, rest[0]), rest[1:]
     return [first, *rest]
@@ -281,7 +281,8 @@ def tools_as_text(messages: Messages, tools: Tools, form: ChatFormat) -> Message
     if not tools:
         return messages
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-    example = form.layouts[0].written("...", "{...}")
+    layout = next(each for each in form.layouts if each.style == "json")
+    example = layout.written("...", "{...}")
     first = {"role": "system", "content": "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL + example])}
     if messages[0]["role"] == "system":
         first, messages = joined(messages[0], first), messages[1:]

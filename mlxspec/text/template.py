@@ -8,6 +8,8 @@ from jinja2.sandbox import SandboxedEnvironment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers.utils import chat_template_utils
 
+SANDBOX = SandboxedEnvironment()
+
 
 def template_reads(tokenizer: TokenizerWrapper, name: str) -> bool:
     """Whether the chat template may read the variable `name`. A template in code may."""
@@ -20,8 +22,9 @@ def compiled(text: str) -> Template:
     """A template in transformers' sandbox, which may also change lists and objects: Kimi K2's
     appends to one of its own. All that it gets are copies."""
     compile_text: Callable[[str], Template] = chat_template_utils._compile_jinja_template
-    template, sandbox = compile_text(text), SandboxedEnvironment()
-    template.environment.is_safe_attribute = sandbox.is_safe_attribute  # type: ignore[attr-defined]
+    template = compile_text(text)
+    # A method of one environment, which Jinja's types do not let be set.
+    template.environment.is_safe_attribute = SANDBOX.is_safe_attribute  # type: ignore[attr-defined]
     return template
 
 

@@ -5,23 +5,24 @@ back. Where the text breaks off, or is no JSON, so are they.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from html import unescape
 from typing import Any
 
-import regex as re
+import regex
 
-from mlxspec.text.control_tokens import END, any_of
+from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import ChatFormat
 from mlxspec.text.layouts import CALL_ID, NAME, OTHER, PIECE, TAG, TAGS, Layout, Value
 from mlxspec.text.literals import literal, unescaped
-from mlxspec.text.messages import clean, types_of
+from mlxspec.text.messages import clean, properties_of, types_of
 from mlxspec.types import Json
 
 Pattern = re.Pattern[str]
-Schemas = Mapping[str, Json]  # of parameters, by tool and name
+Schemas = Mapping[str, Json]  # of the arguments, by tool
 
 MAX_HEAD = 256  # characters in which the arguments must begin, or the call is read as a whole
 NOT_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError, StopIteration)
@@ -41,7 +42,8 @@ JSON_HEAD = (
     rf"|\s*<\|tool_call_argument_begin\|>|(?=[\s<])[^{{}}]{{0,64}}<\|message\|>){OBJECT}"
 )
 CONTROL = re.compile(r"[\x00-\x1f]")
-MARKS = re.compile(r'\\.?|["{}\[\]\x00-\x1f]|(?=<)', re.DOTALL)
+IN_STRING = re.compile(r'\\.?|["\x00-\x1f]', re.DOTALL)
+OUTSIDE = re.compile(r'["{}\[\]]|(?=<)')
 # Half a surrogate pair, which JSON can spell, but nobody can send or encode: group 1 what may still
 # become a whole one, group 2 one that cannot. Whole pairs and other escapes are skipped.
 HALVES = re.compile(
@@ -140,21 +142,20 @@ class JsonArguments:
 
     def _read(self, text: str) -> str:
         text, self.rest = self.rest + text, ""
-        made, done = "", 0
-        for found in MARKS.finditer(text):
+        made, done, at = "", 0, 0
+        while found := (IN_STRING if self._string else OUTSIDE).search(text, at):
             mark, at = found[0], found.end()
-            if mark and mark < " ":
-                if self._string:  # JSON has no bare control characters there
-                    made, done = made + text[done : found.start()] + _dumped(mark)[1:-1], at
-            elif mark == '"':
+            if mark == '"':
                 self._string = not self._string
-            elif mark == "\\":  # what it escapes is not here yet
-                text, self.rest = text[:-1], mark
             elif not self._string:
                 self._depth += DEPTHS.get(mark, 0)
                 if not mark or self._depth == 0:
                     self.ended, self.rest = True, text[at:]
                     return made + text[done:at]
+            elif mark == "\\":  # what it escapes is not here yet
+                text, self.rest = text[:-1], mark
+            elif mark < " ":  # JSON has no bare control characters there
+                made, done = made + text[done : found.start()] + _dumped(mark)[1:-1], at
         return made + text[done:]
 
     def finish(self) -> str:
@@ -182,12 +183,11 @@ class ParameterPatterns:
         self.closes = []
         for way in layout.values:
             closes = rf"{_closes(way)}(?:{key}|{ends}))"
-            self.closes.append(re.compile(f"{closes}|{forgotten}" if way.closes else closes))
+            self.closes.append(regex.compile(f"{closes}|{forgotten}" if way.closes else closes))
         # Text in which nothing of this begins, nor white space that may belong to it.
         edges = [layout.key, layout.closes, *(way.closes for way in layout.values)]
-        begins = re.escape("".join(text.strip()[:1] for text in edges)) + "<"
-        self.plain = re.compile(rf"[^{begins}]*[^{begins}\s]")
-        self.ending = re.compile(rf"\s{{0,64}}{call or '(?!)'}\s{{0,64}}(?:{ends})?\s*\Z")
+        self.plain = plain_text("<".join(text.strip()[:1] for text in edges))
+        self.ending = regex.compile(rf"\s{{0,64}}{call or '(?!)'}\s{{0,64}}(?:{ends})?\s*\Z")
 
 
 def _opens(way: Value, layout: Layout) -> str:
@@ -220,7 +220,8 @@ class ParameterArguments:
 
     form: ChatFormat
     layout: Layout
-    schemas: Json
+    schema: Json  # of the arguments
+    properties: Json = field(init=False)  # their schemas
     patterns: ParameterPatterns = field(init=False)
     rest: str = ""
     ended: bool = False
@@ -230,7 +231,8 @@ class ParameterArguments:
     _left: set[str] = field(init=False)  # parameters that have not come
 
     def __post_init__(self) -> None:
-        self._left = set(self.schemas)
+        self.properties = properties_of(self.schema)
+        self._left = set(self.properties)
         self.patterns = ParameterPatterns(self.form, self.layout)
 
     def feed(self, text: str) -> str:
@@ -239,11 +241,11 @@ class ParameterArguments:
         made = ""
         while not self.ended:
             if self._way is None:
-                found = self.patterns.key.search(self.rest)
-                if not found:
+                key = self.patterns.key.search(self.rest)
+                if not key:
                     break
-                self.rest = self.rest[found.end() :]
-                made += self._begin(found[1], found.lastgroup)
+                self.rest = self.rest[key.end() :]
+                made += self._begin(key[1], key.lastgroup)
                 continue
             if self._is_streamed() and self.patterns.plain.fullmatch(self.rest):
                 made, self.rest = made + self._in_json(self.rest), ""
@@ -257,7 +259,7 @@ class ParameterArguments:
             self._way = None
         return made
 
-    def _closer(self, way: int) -> re.Match[str] | None:
+    def _closer(self, way: int) -> regex.Match[str] | None:
         """What ends the value, or may begin to. Where its end is left out, a parameter must follow
         that has not come; others are a part of the text."""
         closes, at = self.patterns.closes[way], 0
@@ -288,7 +290,7 @@ class ParameterArguments:
             return "}" if self._before == ", " else "{}"
         self._way = int(way[1:])
         self._left.discard(key)
-        self._types = types_of(self.schemas.get(key))
+        self._types = types_of(self.properties.get(key), self.schema)
         if not self._types and (string := self.layout.values[self._way].string) is not None:
             self._types = {"string"} if string else {"object"}
         made = f"{self._before}{_dumped(key)}: "

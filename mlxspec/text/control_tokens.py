@@ -85,6 +85,12 @@ def any_of(words: Iterable[str], end: str = "") -> str:
     return pattern
 
 
+def plain_text(begins: Iterable[str]) -> re.Pattern[str]:
+    """The pattern of text without these characters and without white space at its end."""
+    some = re.escape(MARK + "".join(begins))
+    return re.compile(rf"[^{some}]*[^{some}\s]")
+
+
 def marked(value: Any, begins: re.Pattern[str]) -> Any:
     """A copy, with marks, of what a client sent, at any depth."""
     if isinstance(value, str):

@@ -33,6 +33,7 @@ BY_TOKEN = {
     "<|tool_call|>": "granite_3",
     "<|tool_call_start|>": "pythonic",
     "<|python_tag|>": "python_tag",
+    "[TOOL_CALLS]": "mistral",  # Codestral, and conversions whose templates know no tools
 }
 # Reasoning of models whose templates do not write it, where mlx-lm does not know it: Magistral's
 # (https://huggingface.co/mistralai/Magistral-Small-2509).

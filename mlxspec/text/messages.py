@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 from mlxspec.types import InvalidRequest, Json, shown
 
@@ -89,8 +90,11 @@ def _message(message: Any, at: str) -> Json:
     elif role == "function":
         role = "tool"
     plain = {"role": role, "content": "".join(texts)}
+    other = message.get("reasoning")  # vLLM's and OpenRouter's name
     for key in KEPT:
         value = message.get(key)
+        if value is None and key == "reasoning_content" and isinstance(other, str):
+            value = other
         if isinstance(value, str):
             plain[key] = value
         elif value is not None:
@@ -176,20 +180,46 @@ def check_tools(tools: Sequence[Any] | None) -> Tools:
     return tools or ()
 
 
-def types_of(schema: Any) -> set[str]:
-    """The JSON types that a parameter's schema names, itself or in its alternatives; empty: any."""
+def types_of(schema: Any, root: Any = None, seen: set[str] | None = None) -> set[str]:
+    """The JSON types that a parameter's schema names, itself, in its alternatives or by `$ref`s
+    within `root`; empty: any. Each `$ref` is followed once: `seen`."""
     if not isinstance(schema, Mapping):
         return set()
-    types = {name for name in listed(schema.get("type")) if isinstance(name, str)}
+    seen = set() if seen is None else seen
+    types = {name.lower() for name in listed(schema.get("type")) if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):
         for each in listed(schema.get(key)):
-            types |= types_of(each)
+            types |= types_of(each, root, seen)
     values = schema.get("enum")
     if "const" in schema:
         values = [schema["const"]]
     if isinstance(values, list):
         types |= {TYPE_NAMES.get(type(value), "object") for value in values}
+    further = listed(schema.get("allOf"))
+    if isinstance(ref := schema.get("$ref"), str) and ref not in seen:
+        seen.add(ref)
+        further.append(referred(ref, root))
+    for each in further:
+        found = types_of(each, root, seen)
+        types = types & found or types or found
     return types
+
+
+def properties_of(schema: Json) -> Json:
+    """The schemas of an object's properties."""
+    if isinstance(ref := schema.get("$ref"), str):
+        found = referred(ref, schema)
+        schema = found if isinstance(found, dict) else schema
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def referred(ref: str, root: Any) -> Any:
+    """The part of a schema that a `$ref` like `#/$defs/name` names; None where it names none."""
+    for step in ref.removeprefix("#").split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root if ref.startswith("#") else None
 
 
 def listed(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import log
 from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, NOT_JSON, Arguments, begun, skipped
-from mlxspec.text.control_tokens import END, any_of
+from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, ChatFormat, format_of, is_harmony
 from mlxspec.text.layouts import MARKER, TAGS
 from mlxspec.text.messages import Tools
@@ -54,6 +54,7 @@ CALL_STATES = (CALL, BARE_CALL, REASONING_CALL)
 REASONING_STATES = (REASONING, REASONING_CALL)
 
 START = re.compile(rf"\A(?:{BETWEEN})*+")  # before a call without tags
+LIST = re.compile(r"\s*\[\s*[\w.:-]*+(?:\(|\Z)")  # where the content may be calls in brackets
 BARE_CALL_OF_NOTHING = (  # in JSON, which is read when it has ended
     r'\s*(?:```json\s*)?\{\s*"name"\s*:\s*"[^"]+"\s*,\s*"(?:arguments|parameters)"\s*:\s*null'
 )
@@ -102,6 +103,7 @@ class OutputParser:
         self._form = form = format_of(tokenizer)
         self._edges = transitions(tokenizer, calls, self.constrained)
         self._patterns = marker_patterns(tokenizer, calls, self.constrained)
+        self._plain = plain_patterns(tokenizer, calls, self.constrained)
         self._ends = {layout.end for layout in form.layouts if layout.end}
         # Calls like those of Python in brackets, without markers.
         self._bare = any(not each.start and each.style == "words" for each in form.layouts)
@@ -109,10 +111,8 @@ class OutputParser:
         self._untagged = calls and not (self.constrained and tagged)
         # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
         self._tail = form.think_start if self.thinking else ""
-        self._schemas = {}  # of parameters, by tool and name
-        for tool in self.tools:
-            found = (tool["function"].get("parameters") or {}).get("properties")
-            self._schemas[tool["function"]["name"]] = found if isinstance(found, dict) else {}
+        functions = [tool["function"] for tool in self.tools]
+        self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self._held = ""  # text of a call that has not ended, or of what may be one
         self._reader: Arguments | None = None  # of the last call, while its arguments come
         self._sent = False  # a call since the last marker
@@ -128,6 +128,10 @@ class OutputParser:
             self._tail += text
             return []
         text = self._tail + text
+        if self._plain[self._state].fullmatch(text):
+            self._tail = ""
+            self._add(text)
+            return self._take()
         while found := self._patterns[self._state].search(text):
             state = self._state
             self._add(text[: found.start()])
@@ -139,6 +143,12 @@ class OutputParser:
                 break
             self._on_marker(self._tail)
         return self._take()
+
+    @property
+    def space(self) -> str:
+        """White space behind the content, which goes with a marker if one follows."""
+        shown = self._state == CONTENT and self._last == "content"
+        return self._tail[: -len(self._tail.lstrip()) or None] if shown else ""
 
     def finish(self, cut: bool = False) -> list[Part]:
         """The parts that were held back; call it once, after the last text. `cut`: the model would
@@ -289,7 +299,7 @@ class OutputParser:
 
     def _is_list(self) -> bool:
         """Whether the held text may be calls in brackets, like those of Python."""
-        return self._bare and self._held[:MAX_HEAD].lstrip().startswith("[")
+        return self._bare and bool(LIST.match(self._held[:MAX_HEAD]))
 
     def _end_untagged(self) -> None:
         """The end of what may be calls in JSON without tags: what is left is content."""
@@ -324,6 +334,17 @@ def marker_patterns(
         state: re.compile(rf"(?<!\s)\s*+(?:{any_of(some, END)}{END})\s*+")
         for state, some in edges.items()
     }
+
+
+@lru_cache(64)
+def plain_patterns(
+    tokenizer: TokenizerWrapper,
+    calls: bool,
+    constrained: bool,
+) -> dict[str, re.Pattern[str]]:
+    """For each state the pattern of text in which no marker begins, nor white space before one."""
+    edges = transitions(tokenizer, calls, constrained)
+    return {state: plain_text(marker[0] for marker in some) for state, some in edges.items()}
 
 
 @lru_cache(64)

@@ -7,6 +7,7 @@ fixed order to every conversation, so that a turn's tokens never depend on later
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any
@@ -179,7 +180,7 @@ def short_ids(messages: Messages, _: ChatFormat) -> Messages:
 
 
 def _short_id(id: str) -> str:
-    return re.sub(r"[\W_]", "", id)[-9:].rjust(9, "0")
+    return id if re.fullmatch("[a-zA-Z0-9]{9}", id) else sha256(id.encode()).hexdigest()[:9]
 
 
 def _turn(role: str, content: str = "", **more: Any) -> Json:

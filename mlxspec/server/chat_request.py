@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from mlxspec.server.body import weight
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Prepared
 from mlxspec.server.state import TextModel
@@ -34,6 +35,8 @@ from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
+KEPT_BYTES = 1 << 20  # of what a request has beside its prompt, while it is answered
+KEPT_PER_CHAR = 16  # bytes, of the prompt: what it was rendered from
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
 
 # Fields of a body that are named as in `Sampling`; its `logprobs` is something else.
@@ -58,7 +61,8 @@ class ChatRequest:
     none, required, or an object with a tool's `full_name`. `options` are variables of the template;
     None: not sent. `source` is the body's field that holds the conversation. `continued`: the
     answer continues the last message. `budget`, if given, is the most tokens
-    of reasoning."""
+    of reasoning. `kept` are the body's fields that the answer
+    repeats."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -68,6 +72,7 @@ class ChatRequest:
     source: str = "messages"
     continued: bool = False
     budget: int | None = None
+    kept: Json = field(default_factory=dict)
 
 
 def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:
@@ -75,6 +80,12 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     and ApiError."""
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
     talk, prompt = render_prompt(model, chat)
+    room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
+    kept = {name: weight(value, room) for name, value in chat.kept.items()}
+    if sum(kept.values()) > room:
+        largest = max(kept, key=lambda name: kept[name])
+        why = f"with what the response repeats takes more than {room} bytes beside the prompt"
+        raise rejected(largest, f"{why}; send less of it")
     request = engine_request(model, body, id, prompt.ids, chat.source)
     grammar = _grammar(model, body, chat, talk, prompt)
     # No more reasoning than the server's setting, the request and its word of effort all allow.
@@ -83,11 +94,13 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         budgets.append(EFFORT_TOKENS.get(str(chat.options.get("reasoning_effort"))))
     limits = [each for each in budgets if each is not None]
 
+    thinking = prompt.thinking
+
     def matcher() -> Any:
         """Of each choice, once the grammar is compiled."""
         inner = grammar and grammar.result()()
         if limits and form.think_start:
-            return ThinkingBudget(form, tokenizer.decode, min(limits), prompt.thinking, inner)
+            return ThinkingBudget(form, tokenizer.decode, min(limits), thinking, inner)
         return inner
 
     if grammar or (limits and form.think_start):
@@ -99,14 +112,17 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         parser = OutputParser(
             tokenizer,
             tools,
-            thinking=bool(prompt.thinking),
+            thinking=bool(thinking),
             constrained=grammar is not None,
             continued=chat.continued,
         )
         single = not body.parallel_tool_calls
         choices.append(Choice(index, request, reader, parser=parser, single=single))
-    remember_all = partial(_remember, model, talk, prompt, choices)
-    return Prepared([request], choices, grammar, partial(model.server.later, remember_all))
+    made = Prepared([request], choices, grammar)
+    if weight([talk.messages, talk.tools, talk.options], room) <= room:
+        remember_all = partial(_remember, model, talk, prompt, choices)
+        made = replace(made, on_done=partial(model.server.later, remember_all))
+    return made
 
 
 def _remember(

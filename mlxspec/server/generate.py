@@ -22,6 +22,7 @@ from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Row, TextModel, while_connected
 from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage
+from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.structured.grammar import Make
 from mlxspec.types import Output, Request
 
@@ -53,7 +54,7 @@ async def respond(
     arrived = time.monotonic()
     prepared = await model.server.on_text_thread(prepare, model, body, writer.id, *args)
     observer = Observer(model, writer.id, prepared.choices, arrived)
-    return Generation(model, body, writer, prepared, observer)
+    return Generation(model, body.stream, body.progress, writer, prepared, observer)
 
 
 @dataclass
@@ -135,10 +136,12 @@ class Observer:
 
 @dataclass(frozen=True)
 class Generation:
-    """The response to one HTTP request, as an ASGI application that generates while it sends."""
+    """The response to one HTTP request, as an ASGI application that generates while it sends. It
+    does not keep the request's body, which may be large, while the answer may take long."""
 
     model: TextModel
-    body: Any
+    streamed: bool
+    progress: bool  # a stream tells in events how much of the prompt was read
     writer: ResponseWriter
     prepared: Prepared
     observer: Observer
@@ -147,7 +150,7 @@ class Generation:
         """Raises only before the first byte."""
         http, id = HttpRequest(scope, receive), self.writer.id
         if self.prepared.grammar:
-            await while_connected(http, asyncio.wrap_future(self.prepared.grammar))
+            await _compiled(http, self.prepared.grammar)
         server, answers = self.model.server, len(self.prepared.choices)
         most = server.config.max_sequences + server.config.max_queue
         if answers > most:
@@ -156,7 +159,7 @@ class Generation:
         headers = {"x-request-id": id, "request-id": id}
         with self.observer.watch():
             try:
-                if self.body.stream:
+                if self.streamed:
                     events, media = self._events(outputs), self.writer.media
                     response = StreamingResponse(events, 200, headers | STREAM, media)
                     await response(scope, receive, send)
@@ -196,7 +199,7 @@ class Generation:
                     now = usage()
                     if writer.comment and now.read > told:
                         told = now.read
-                        yield writer.progress(now, self.body.progress)
+                        yield writer.progress(now, self.progress)
                 if not data and time.monotonic() - written >= pause:
                     data = writer.comment + writer.still_here()
                 if data:
@@ -219,6 +222,17 @@ class Generation:
         if choice.finish is not None and output.finish is None:
             self.model.server.worker.abort(output.request, output.index)
         return choice, piece
+
+
+async def _compiled(http: HttpRequest, grammar: Future[Make]) -> None:
+    """Wait for a grammar. Raises RejectedRequest where it is refused: one of its own, as that of
+    the future, with a traceback to the answer that holds the future, would keep all of it."""
+    try:
+        await while_connected(http, asyncio.wrap_future(grammar))
+    except RejectedRequest as error:
+        again = RejectedRequest(error.field, str(error), error.code)
+        error.__traceback__ = None
+        raise again from None
 
 
 def _summary(usage: Usage) -> str:

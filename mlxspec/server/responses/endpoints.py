@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.responses import JSONResponse, Response
 
@@ -141,10 +141,13 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
         "output": [],
         "usage": None,
     }
-    by_name = {tool.name: tool for tool in tools.values()} | tools
+    kept = {name: tool.heading for name, tool in tools.items()}
+    by_name = {tool.name: tool for tool in kept.values()} | kept
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
+    asked = replace(asked, kept=response)
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
+        asked = replace(asked, kept={**response, "input": [before, items]})
     return await respond(model, body, writer, prepare_chat, asked)
 
 

@@ -26,8 +26,8 @@ from mlxspec.server.state import ServerState, TextModel, while_connected
 from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
-MAX_OBJECTS = 100_000  # which take 10 µs each
-VALUE_BYTES = 64  # of a value in memory, beside its text
+MAX_OBJECTS = 100_000  # which take 10 µs each, and as many lists: each collection visits all
+VALUE_BYTES, OBJECT_BYTES = 64, 256  # of a value and an object or list, beside their text
 LARGE = 1 << 18  # bytes of a body that is not parsed on the event loop
 MAX_BODIES = 8  # of the largest size whose prompts are not ready, or as many bytes of others
 BODY_S = 60.0  # to receive a body
@@ -219,13 +219,14 @@ def parse(
 ) -> tuple[StrictT, list[str]]:
     """The validated body, and the names of its unknown fields and of content that was left out;
     `strict`: none is. Its values are added to `size`. Raises ApiError 400, and Busy."""
-    objects = data.count(b"{")
-    values = objects + data.count(b",") + data.count(b"[")
-    if objects > MAX_OBJECTS or values > MAX_VALUES:
-        why = f"the body holds more than {MAX_VALUES} values or {MAX_OBJECTS} objects; send fewer"
-        raise invalid("body", why)
+    objects, lists, commas = map(data.count, (b"{", b"[", b","))
+    if max(objects, lists) > MAX_OBJECTS or objects + lists + commas > MAX_VALUES:
+        why = (
+            f"the body holds more than {MAX_VALUES} values, {MAX_OBJECTS} objects or as many lists"
+        )
+        raise invalid("body", f"{why}; send fewer")
     if size:
-        size.add(values * VALUE_BYTES)
+        size.add((objects + lists) * OBJECT_BYTES + commas * VALUE_BYTES)
     left_out: list[str] = []
     if b"\\ud" in data or b"\\uD" in data:
         data = HALVES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)

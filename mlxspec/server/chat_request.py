@@ -28,16 +28,16 @@ from mlxspec.text.chat import (
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.formats import FINAL, format_of
 from mlxspec.text.messages import TooLong, canonical, rejected
-from mlxspec.text.output_parser import OutputParser
+from mlxspec.text.output_parser import OutputParser, parameter_types
 from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
-KEPT_BYTES = 1 << 20  # of what a request has beside its prompt, while it is answered
+KEPT_BYTES = 1 << 21  # of what a request has beside its prompt, while it is answered
 KEPT_PER_CHAR = 16  # bytes, of the prompt: what it was rendered from
-CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
+CHARS_PER_TOKEN = 8  # on average; a longer prediction is cut before it is encoded
 
 # Fields of a body that are named as in `Sampling`; its `logprobs` is something else.
 SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
@@ -81,11 +81,14 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
     talk, prompt = render_prompt(model, chat)
     room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
-    kept = {name: weight(value, room) for name, value in chat.kept.items()}
-    if sum(kept.values()) > room:
-        largest = max(kept, key=lambda name: kept[name])
-        why = f"with what the response repeats takes more than {room} bytes beside the prompt"
-        raise rejected(largest, f"{why}; send less of it")
+    tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
+    types = parameter_types(tools)
+    kept = {**chat.kept, "tools": [types, chat.kept.get("tools")]}
+    sizes = {name: weight(value, room) for name, value in kept.items()}
+    if sum(sizes.values()) > room:
+        largest = max(sizes, key=lambda name: sizes[name])
+        why = f"is part of what takes more than {room} bytes beside the prompt"
+        raise rejected(largest, f"{why} until the answer ends; send less of it")
     request = engine_request(model, body, id, prompt.ids, chat.source)
     grammar = _grammar(model, body, chat, talk, prompt)
     # No more reasoning than the server's setting, the request and its word of effort all allow.
@@ -105,13 +108,12 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
 
     if grammar or (limits and form.think_start):
         request = replace(request, grammar=matcher)
-    tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     choices = []
     for index in range(body.n):
         reader = Detokenizer(tokenizer, body.stop, request.stop_tokens, chat.continued)
         parser = OutputParser(
             tokenizer,
-            tools,
+            types,
             thinking=bool(thinking),
             constrained=grammar is not None,
             continued=chat.continued,

@@ -22,7 +22,6 @@ from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Row, TextModel, while_connected
 from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage
-from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.structured.grammar import Make
 from mlxspec.types import Output, Request
 
@@ -150,7 +149,7 @@ class Generation:
         """Raises only before the first byte."""
         http, id = HttpRequest(scope, receive), self.writer.id
         if self.prepared.grammar:
-            await _compiled(http, self.prepared.grammar)
+            await while_connected(http, asyncio.wrap_future(self.prepared.grammar))
         server, answers = self.model.server, len(self.prepared.choices)
         most = server.config.max_sequences + server.config.max_queue
         if answers > most:
@@ -222,17 +221,6 @@ class Generation:
         if choice.finish is not None and output.finish is None:
             self.model.server.worker.abort(output.request, output.index)
         return choice, piece
-
-
-async def _compiled(http: HttpRequest, grammar: Future[Make]) -> None:
-    """Wait for a grammar. Raises RejectedRequest where it is refused: one of its own, as that of
-    the future, with a traceback to the answer that holds the future, would keep all of it."""
-    try:
-        await while_connected(http, asyncio.wrap_future(grammar))
-    except RejectedRequest as error:
-        again = RejectedRequest(error.field, str(error), error.code)
-        error.__traceback__ = None
-        raise again from None
 
 
 def _summary(usage: Usage) -> str:

@@ -93,6 +93,17 @@ class Part:
     ends: bool = False
 
 
+def parameter_types(tools: Tools) -> Types:
+    """What the parser needs of tools."""
+    known: Types = {}
+    for tool in tools:
+        found = (tool["function"].get("parameters") or {}).get("properties")
+        found = found if isinstance(found, dict) else {}
+        types = {name: types_of(schema) for name, schema in found.items()}
+        known[tool["function"]["name"]] = types
+    return known
+
+
 @dataclass
 class OutputParser:
     """The parser of one answer. Without `tools`, what looks like a call is content. `thinking`: the
@@ -100,12 +111,12 @@ class OutputParser:
     their tags and none interrupts the reasoning. `continued`: it goes on with the prompt's text."""
 
     tokenizer: TokenizerWrapper
-    tools: InitVar[Tools]
+    tools: InitVar[Tools | Types]  # or their `parameter_types`
     thinking: bool
     constrained: bool = False
     continued: bool = False
 
-    def __post_init__(self, tools: Tools) -> None:
+    def __post_init__(self, tools: Tools | Types) -> None:
         tokenizer, calls = self.tokenizer, bool(tools)
         self._form = form = format_of(tokenizer)
         self._edges = transitions(tokenizer, calls, self.constrained)
@@ -117,12 +128,7 @@ class OutputParser:
         self._untagged = calls and not (self.constrained and tagged)
         # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
         self._tail = form.think_start if self.thinking else ""
-        self._types: Types = {}
-        for tool in tools:
-            found = (tool["function"].get("parameters") or {}).get("properties")
-            found = found if isinstance(found, dict) else {}
-            types = {name: types_of(schema) for name, schema in found.items()}
-            self._types[tool["function"]["name"]] = types
+        self._types = tools if isinstance(tools, dict) else parameter_types(tools)
         self._held = ""  # text of a call that has not ended, or of what may be one
         self._reader: Arguments | None = None  # of the last call, while its arguments come
         self._sent = False  # a call since the last marker

@@ -290,8 +290,10 @@ def test_a_body_has_no_more_values_than_a_context_tokens() -> None:
     messages = b'{"messages": [%s]}' % b",".join([b'{"role": "user"}'] * (MAX_ITEMS + 1))
     brackets = b'{"tokens": [65], "x": %s%s}' % (b"[" * MAX_VALUES, b"]" * MAX_VALUES)
     objects = b'{"tokens": [65], "x": [%s{}]}' % (b"{}," * MAX_OBJECTS)
+    lists = b'{"tokens": [65], "x": [%s[]]}' % (b"[]," * MAX_OBJECTS)
     for kind, data, param in (
         (app.Detokenize, objects, "body"),
+        (app.Detokenize, lists, "body"),
         (app.Detokenize, many, "body"),
         (app.Detokenize, brackets, "body"),
         (openai_schema.Chat, messages, "messages"),

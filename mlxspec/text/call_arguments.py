@@ -18,11 +18,9 @@ from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import ChatFormat
 from mlxspec.text.layouts import CALL_ID, NAME, OTHER, PIECE, TAG, TAGS, Layout, Value
 from mlxspec.text.literals import literal, unescaped
-from mlxspec.text.messages import clean, properties_of, types_of
-from mlxspec.types import Json
+from mlxspec.text.messages import Types, clean
 
 Pattern = re.Pattern[str]
-Schemas = Mapping[str, Json]  # of the arguments, by tool
 
 MAX_HEAD = 256  # characters in which the arguments must begin, or the call is read as a whole
 NOT_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError, StopIteration)
@@ -220,8 +218,7 @@ class ParameterArguments:
 
     form: ChatFormat
     layout: Layout
-    schema: Json  # of the arguments
-    properties: Json = field(init=False)  # their schemas
+    types: Mapping[str, set[str]]  # of parameters
     patterns: ParameterPatterns = field(init=False)
     rest: str = ""
     ended: bool = False
@@ -231,8 +228,7 @@ class ParameterArguments:
     _left: set[str] = field(init=False)  # parameters that have not come
 
     def __post_init__(self) -> None:
-        self.properties = properties_of(self.schema)
-        self._left = set(self.properties)
+        self._left = set(self.types)
         self.patterns = ParameterPatterns(self.form, self.layout)
 
     def feed(self, text: str) -> str:
@@ -290,7 +286,7 @@ class ParameterArguments:
             return "}" if self._before == ", " else "{}"
         self._way = int(way[1:])
         self._left.discard(key)
-        self._types = types_of(self.properties.get(key), self.schema)
+        self._types = self.types.get(key, set())
         if not self._types and (string := self.layout.values[self._way].string) is not None:
             self._types = {"string"} if string else {"object"}
         made = f"{self._before}{_dumped(key)}: "
@@ -337,20 +333,20 @@ class ParameterArguments:
 Arguments = JsonArguments | ParameterArguments
 
 
-def begun(text: str, form: ChatFormat, schemas: Schemas) -> tuple[str, Arguments, int] | None:
+def begun(text: str, form: ChatFormat, tools: Types) -> tuple[str, Arguments, int] | None:
     """The call that the text begins with: its name, a reader for its arguments, and where they
     begin. None where they have not begun, it calls no tool, or the format is read as a whole."""
     text = text[:MAX_HEAD]
     for pattern, layout in heads(form):
         found = pattern.match(text)
         try:
-            name = known_name(found[1], schemas) if found else None
+            name = known_name(found[1], tools) if found else None
         except ValueError:
             continue
         if found and name and layout is None:
             return name, JsonArguments(), found.end()
         if found and name and layout:
-            return name, ParameterArguments(form, layout, schemas[name]), found.end()
+            return name, ParameterArguments(form, layout, tools[name]), found.end()
     return None
 
 

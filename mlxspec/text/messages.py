@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 from mlxspec.types import InvalidRequest, Json, shown
 
+Types = dict[str, dict[str, set[str]]]  # of parameters, by tool and name
 Messages = list[Json]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -202,6 +203,16 @@ def types_of(schema: Any, root: Any = None, seen: set[str] | None = None) -> set
     for each in further:
         found = types_of(each, root, seen)
         types = types & found or types or found
+    return types
+
+
+def parameter_types(tools: Tools) -> Types:
+    """The types of the parameters of tools, which is all that the parser needs of these."""
+    types: Types = {}
+    for function in (tool["function"] for tool in tools):
+        root = function.get("parameters") or {}
+        properties = properties_of(root).items()
+        types[function["name"]] = {name: types_of(schema, root) for name, schema in properties}
     return types
 
 

@@ -8,18 +8,25 @@ one. Markers are mlx-lm's, and the white space around them goes with them.
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from typing import Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import log
-from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, NOT_JSON, Arguments, begun, skipped
+from mlxspec.text.call_arguments import (
+    BETWEEN,
+    MAX_HEAD,
+    NOT_JSON,
+    Arguments,
+    begun,
+    skipped,
+)
 from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, ChatFormat, format_of, is_harmony
 from mlxspec.text.layouts import MARKER, TAGS
-from mlxspec.text.messages import Tools
+from mlxspec.text.messages import Tools, Types, parameter_types
 from mlxspec.text.tool_calls import read_calls
 from mlxspec.types import line_of
 
@@ -93,13 +100,13 @@ class OutputParser:
     their tags and none interrupts the reasoning. `continued`: it goes on with the prompt's text."""
 
     tokenizer: TokenizerWrapper
-    tools: Tools
+    tools: InitVar[Tools | Types]  # or their `parameter_types`
     thinking: bool
     constrained: bool = False
     continued: bool = False
 
-    def __post_init__(self) -> None:
-        tokenizer, calls = self.tokenizer, bool(self.tools)
+    def __post_init__(self, tools: Tools | Types) -> None:
+        tokenizer, calls = self.tokenizer, bool(tools)
         self._form = form = format_of(tokenizer)
         self._edges = transitions(tokenizer, calls, self.constrained)
         self._patterns = marker_patterns(tokenizer, calls, self.constrained)
@@ -111,8 +118,7 @@ class OutputParser:
         self._untagged = calls and not (self.constrained and tagged)
         # Of the text, where it may be a marker or begin one. The prompt may have ended in one.
         self._tail = form.think_start if self.thinking else ""
-        functions = [tool["function"] for tool in self.tools]
-        self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+        self._types = tools if isinstance(tools, dict) else parameter_types(tools)
         self._held = ""  # text of a call that has not ended, or of what may be one
         self._reader: Arguments | None = None  # of the last call, while its arguments come
         self._sent = False  # a call since the last marker
@@ -162,7 +168,7 @@ class OutputParser:
             self._take_from(self._reader, self._reader.finish())
         if self._state in CALL_STATES and not self._reader:
             named = re.match(skipped(self._form).pattern + CUT_CALL, self._held) if cut else None
-            if named and named[1] in self._schemas:
+            if named and named[1] in self._types:
                 self._open_call(named[1])
             else:
                 self._end_call()
@@ -239,7 +245,7 @@ class OutputParser:
                 if self._state == NORMAL and self._begins() not in ("{", "`"):
                     if not self._is_named():
                         return
-                found = begun(self._held, self._form, self._schemas)
+                found = begun(self._held, self._form, self._types)
                 if not found:
                     return
                 name, self._reader, at = found
@@ -272,7 +278,7 @@ class OutputParser:
         if not self._held:
             return
         try:
-            calls = read_calls(text, self._form, self._schemas)
+            calls = read_calls(text, self._form, self._types)
         except NOT_JSON as error:
             log.info("a tool call cannot be read and is shown as text: %s", line_of(error))
             self._say(self._held)
@@ -295,7 +301,7 @@ class OutputParser:
         if layout.start.startswith(held) and self.calls:
             return True
         held = held.removeprefix(layout.start)
-        return any(tool.startswith(held) or held.startswith(tool) for tool in self._schemas)
+        return any(tool.startswith(held) or held.startswith(tool) for tool in self._types)
 
     def _is_list(self) -> bool:
         """Whether the held text may be calls in brackets, like those of Python."""

@@ -237,7 +237,7 @@ def test_a_bare_line_feed_in_json_is_escaped(hermes: Any) -> None:
 def test_why_a_call_is_text_is_logged(hermes: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mlxspec")
     told(hermes, '<tool_call>\n{"name": "read", "arg')
-    assert "cannot be read and is shown as text: ValueError" in caplog.text
+    assert "cannot be parsed and is shown as text: ValueError" in caplog.text
 
 
 def test_content_is_shown_as_it_comes(hermes: Any) -> None:

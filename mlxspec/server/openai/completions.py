@@ -27,7 +27,7 @@ from mlxspec.server.stream import (
 )
 from mlxspec.text.detokenizer import Detokenizer, token_bytes
 from mlxspec.text.fim import FORMS, fill_in_middle
-from mlxspec.text.messages import listed
+from mlxspec.text.messages import as_list
 from mlxspec.text.output_parser import Part
 from mlxspec.types import Logprob, Request
 
@@ -220,7 +220,7 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
     """What answers each prompt; on the text thread. Raises RejectedRequest and ApiError."""
     requests: list[Request] = []
     choices: list[Choice] = []
-    for prompt in listed(body.prompt):
+    for prompt in as_list(body.prompt):
         text, ends = prompt, frozenset[int]()
         if body.suffix or isinstance(body, Fill):
             text, ends = _gap(model, body, prompt)

@@ -18,7 +18,7 @@ from mlxspec.server.generate import Generation, respond
 from mlxspec.server.responses.schema import Create, Tool, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import TextModel
-from mlxspec.text.messages import listed
+from mlxspec.text.messages import as_list
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 # Fields of the request that the response repeats, with their defaults.
@@ -195,7 +195,7 @@ def _stored(item: Json) -> Json:
     text = "output_text" if item.get("role") == "assistant" else "input_text"
     if kind == "message" and isinstance(item["content"], str):
         item["content"] = [{"type": "text", "text": item["content"]}]
-    for part in [*listed(item.get("content")), *listed(item.get("output"))]:
+    for part in [*as_list(item.get("content")), *as_list(item.get("output"))]:
         match part:
             case {"type": "text"}:  # also where content.py has put it in the place of an image
                 part["type"] = text

@@ -255,7 +255,7 @@ def rewrites_of(tokenizer: Tokenizer) -> tuple[Rewrite, ...]:
 
 def _render(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
     """The template's text. If the template refuses the messages, more rewrites are tried, then no
-    `reasoning_effort`, for which it may have other words."""
+    `reasoning_effort`, for which it may know other words."""
     if not tokenizer.has_chat_template:
         why = "cannot be rendered: the model has no chat template; use /v1/completions"
         raise rejected("messages", why)

@@ -38,8 +38,8 @@ MARKER = re.compile(rf"{TAGS}|<[^\s<>\"']+(?: \w+=)?|[^\s\[\]{{}}(),:\"'<]+:?")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The text before and after a value. `string`: of strings; False: of all other types; None: of
-    both."""
+    """The text before and after a value: of strings if `string` is True, of other types if it is
+    False, of both if it is None."""
 
     string: bool | None
     opens: str

@@ -263,8 +263,8 @@ def apply_rewrites(messages: Messages, rewrites: Iterable[Rewrite], form: ChatFo
 
 
 def _score(render: Render, messages: Messages, original: Messages) -> int:
-    """How well a template renders messages: 2 with all texts of the original ones in order, 1 with
-    others, 0 if it refuses."""
+    """How well a template renders messages: 2 with all texts of the original ones in order, 1 if
+    some are missing or moved, 0 if it refuses."""
     try:
         text = render(messages)
     except Exception:  # a template raises whatever its author chose

@@ -663,7 +663,15 @@ def test_an_answer_of_400_kb(tokenizer: Any, unit: str) -> None:
 # ----------------------------------------------------------------------------------------------
 
 HOLES = ["%s", '{"a": %s}']
-VERDICT = {"way": "a", "why": "", "parked": False, "least": 1, "most": 2, "error": 0.1, "gains": {}}
+VERDICT = {
+    "variant": "a",
+    "reason": "",
+    "parked": False,
+    "least": 1,
+    "most": 2,
+    "error": 0.1,
+    "gains": {},
+}
 COSTS = {"rows": GRID, "measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
 FIT = asdict(LayoutChoice("rows", True, False, CacheBytes(1, ((1, 1),), 0), 1))
 KNOWN = {"layout": FIT, "costs": COSTS, "kernels": ""}

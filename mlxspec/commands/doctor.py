@@ -85,7 +85,7 @@ def _installation(config: Config) -> Iterator[Check]:
     """Checks that need mlx: versions, memory, Metal or BLAS, and the cache."""
     library = blas.load()
     from mlxspec.engine import memory
-    from mlxspec.kernels.verify import machine, missing
+    from mlxspec.kernels.verify import machine, unavailable
     from mlxspec.model.hub import cache_of
 
     packages = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
@@ -94,8 +94,8 @@ def _installation(config: Config) -> Iterator[Check]:
     if sys.platform != "darwin":
         slow = "MLX's own: 10 to 30 times slower; the log line above says why"
         yield Check("blas", library.name if library else slow, broken=not library)
-    elif missing():
-        yield Check("metal", f"{missing()}; unset MLX_ variables that hide the GPU", broken=True)
+    elif reason := unavailable():
+        yield Check("metal", f"{reason}; unset MLX_ variables that hide the GPU", broken=True)
     folder = cache_of(config).absolute()
     while not os.path.exists(folder):  # Path.exists raises where a folder may not be searched
         folder = folder.parent
@@ -144,7 +144,7 @@ def _kernels(config: Config) -> Iterator[Check]:
     if not verdicts:
         yield Check("kernels", "not tested on this machine yet; serve does that on a Mac")
     for name, verdict in verdicts.items():
-        state = f"not used: {verdict.why}"
-        if verdict.way:
+        state = f"not used: {verdict.reason}"
+        if verdict.variant:
             state = f"used for {verdict.least} to {verdict.most} rows"
         yield Check("kernels", f"{name}: {state}")

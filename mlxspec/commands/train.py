@@ -31,12 +31,12 @@ from mlxspec.training.collect import answers_to, collect, tokens_of  # noqa: E40
 from mlxspec.training.eagle import new_head  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
 from mlxspec.training.run import (  # noqa: E402
-    MADE,
+    RECORD,
     drop_others,
     install,
-    known_head,
     run,
     save_head,
+    trained_head,
 )
 from mlxspec.training.samples import (  # noqa: E402
     Sample,
@@ -168,7 +168,7 @@ def _train(
         raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
     plan = batches(windows(training_set), options.epochs)
     trainer, files = _new_trainer(model, options, training_set, len(plan))
-    before = read_json(files.path / MADE)  # of an earlier head, else {}
+    before = read_json(files.path / RECORD)  # of an earlier head, else {}
     before.pop("begins_as", None)  # one step back is enough
     size = len(trainer.target.drafted)
     print(f"{'resuming the existing head' if before else 'a new head'}, of {size} tokens")
@@ -270,7 +270,7 @@ def _new_trainer(
     release_memory()  # of an engine before it
     module, config = load(model.path)
     target = Target(module, model.name, config)
-    files = model.draft and known_head(target, model.draft.path, options.vocabulary)
+    files = model.draft and trained_head(target, model.draft.path, options.vocabulary)
     rate = KNOWN_RATE if files else 1.0
     size = options.vocabulary or VOCABULARY
     files = files or new_head(target, vocabulary_of(samples, size, target.vocab))

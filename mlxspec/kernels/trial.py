@@ -62,16 +62,16 @@ class Case:
 
 @dataclass(slots=True)
 class Verdict:
-    """The result of a case: variant `way` runs for `least` to `most` rows ("": MLX's own op runs).
+    """The result of a case: `variant` runs for `least` to `most` rows ("": MLX's own op runs).
 
-    `gains`: speedup over MLX's own op by rows. `why`: why variants were rejected.
+    `gains`: speedup over MLX's own op by rows. `reason`: why variants were rejected.
     """
 
-    way: str = ""
+    variant: str = ""
     least: int = 0
     most: int = 0
     gains: dict[int, float] = field(default_factory=dict)
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ class Timer:
 
 
 def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> Verdict:
-    """Compare and race a case's variants: the fastest of those that win. Whatever a variant raises,
-    or MLX's own op, is why it is not used. Calls `check` before each launch; an Interrupted that it
-    raises is passed on."""
+    """Compare and race a case's variants, and choose the fastest of those that win. An exception
+    from a variant, or from MLX's own op, rejects the variant. Calls `check` before each launch; an
+    Interrupted that it raises is passed on."""
     best = Verdict()
     rejected = []
     for variant, call in case.variants.items():
@@ -109,19 +109,19 @@ def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> V
             gains = race(case, call, timer)
         except Interrupted:
             raise
-        except Exception as failed:  # a kernel may not compile or launch
-            rejected.append(f"{variant}: {line_of(failed)}")
+        except Exception as error:  # a kernel may not compile or launch
+            rejected.append(f"{variant}: {line_of(error)}")
             continue
         least, most = winning_rows(gains)
         if not most:
             top = max(gains.values())
             rejected.append(
-                f"{variant}: right, but at most {top:.2f} times as fast; {WIN} is required",
+                f"{variant}: correct, but at most {top:.2f} times as fast; {WIN} is required",
             )
             best.gains = best.gains or gains
-        elif not best.way or sum(gains.values()) > sum(best.gains.values()):
+        elif not best.variant or sum(gains.values()) > sum(best.gains.values()):
             best = Verdict(variant, least, most, gains)
-    best.why = "; ".join(rejected)
+    best.reason = "; ".join(rejected)
     return best
 
 
@@ -143,11 +143,11 @@ def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
 
 
 def compare(case: Case, call: Call, timer: Timer) -> None:
-    """Raises Rejected for a variant that does not match the reference at all rows. Launches with
+    """Raise Rejected for a variant that differs from the reference at any row count. Launches with
     fewer rows run in one graph, as those of a step's layers do. Raises TimeoutError."""
     for seed in range(SEEDS):
-        made = case.inputs(seed)
-        *fewer, inputs = [case.cut(made, rows) for rows in case.rows]
+        arrays = case.inputs(seed)
+        *fewer, inputs = [case.cut(arrays, rows) for rows in case.rows]
         want = case.reference(*inputs)
         mx.eval(inputs, want)
         (whole,), _ = timer.run(call, [inputs])

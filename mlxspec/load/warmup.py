@@ -89,5 +89,5 @@ def versions() -> dict[str, str]:
 
 def kernels_in_use() -> str:
     """Their cases, variants and row counts, to compare with those of another start."""
-    used = [(name, v.way, v.least, v.most) for name, v in KERNELS.verdicts.items() if v.way]
+    used = [(name, v.variant, v.least, v.most) for name, v in KERNELS.verdicts.items() if v.variant]
     return str(sorted(used))

@@ -109,7 +109,7 @@ def test_a_head_that_was_learned_before_goes_on(
     assert about["begins_as"] | {"begins_as": {}} == first and size == about["vocabulary"] == 300
     said = capsys.readouterr().out
     assert "resuming the existing head, of 300 tokens" in said
-    assert "going on after step" not in said
+    assert "continuing after step" not in said
     place, about, size = made("--draft-vocab-size", "512")
     assert about["begins_as"] == {} and size == 512
     (place / "config.json").write_text("{}")

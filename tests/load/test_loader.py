@@ -372,8 +372,8 @@ def test_kernels_are_verified_at_load(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LayoutChoice, "cases", lambda *of: [case])
     options = settings(block_size=16, speculate=False)
     load_engine(path, "tiny", options)
-    assert not runs and KERNELS.verdicts["fake 1"].why == "no Metal here"
-    monkeypatch.setattr(verify, "missing", lambda: "")
+    assert not runs and KERNELS.verdicts["fake 1"].reason == "no Metal here"
+    monkeypatch.setattr(verify, "unavailable", lambda: "")
     try:
         load_engine(path, "tiny", options)
         assert KERNELS.variant("fake 1", 4) and runs

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer as load_wrapper
 
 from mlxspec import log
@@ -75,16 +74,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not tokenizer.vocab_size:
         why = f"{path} has a tokenizer without a vocabulary; give a complete model directory"
         raise InvalidRequest(why)
-    if not tokenizer.has_tool_calling:  # then Hermes' is what a model may have seen
-        read = tokenizer.detokenizer
-        tokenizer = TokenizerWrapper(
-            tokenizer._tokenizer,
-            lambda _: read,
-            tokenizer.eos_token_ids,
-            tool_call_start=json_tools.tool_call_start,
-            tool_call_end=json_tools.tool_call_end,
-            tool_parser=json_tools.parse_tool_call,
-        )
     if is_harmony(tokenizer):
         tokenizer.add_eos_token("<|call|>")
     tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from jinja2 import Template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
@@ -82,9 +83,8 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
     start, end = _thinking(tokenizer)
     if template_reads(tokenizer, "tool") and not is_harmony(tokenizer):
         own, dropped = _own_layout(tokenizer, rf"\s*{re.escape(start)}\s*{re.escape(end)}\s*")
-    vocab = tokenizer.get_vocab()
     inferred = tokenizer.tool_parser.__module__.split(".")[-1] if tokenizer.tool_parser else ""
-    names = [name for token, name in BY_TOKEN.items() if token in vocab]
+    names = [name for token, name in BY_TOKEN.items() if has_tokens(tokenizer, token)]
     names += [ALIASES.get(inferred, inferred), "json_tools", "tools_tag"]
     names = [name for name in names if name in KNOWN]
     layouts = ([own] if own else []) + [layout_of(name) for name in names]
@@ -104,7 +104,13 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
 @lru_cache(16)
 def is_harmony(tokenizer: TokenizerWrapper) -> bool:
     """Whether the model writes OpenAI's Harmony."""
-    return bool({"<|channel|>", "<|message|>"} <= tokenizer.get_vocab().keys())
+    return has_tokens(tokenizer, "<|channel|>", "<|message|>")
+
+
+def has_tokens(tokenizer: TokenizerWrapper, *tokens: str) -> bool:
+    """Whether all of these are in the vocabulary, of which `get_vocab` makes a copy each time."""
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    return None not in ids and tokenizer.convert_ids_to_tokens(ids) == list(tokens)
 
 
 @lru_cache(16)
@@ -124,7 +130,12 @@ def layout_of(name: str) -> Layout:
 def written(name: str, calls: Sequence[NamedCall]) -> str:
     """Calls in a known format."""
     named = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return compiled(KNOWN[name].read_text("utf-8")).render(calls=named)
+    return _template(name).render(calls=named)
+
+
+@lru_cache
+def _template(name: str) -> Template:
+    return compiled(KNOWN[name].read_text("utf-8"))
 
 
 def _rendered(
@@ -165,7 +176,7 @@ def _own_layout(tokenizer: TokenizerWrapper, thoughtless: str) -> tuple[Layout |
 
     def write(calls: Sequence[NamedCall]) -> str:
         text = re.sub(rf"\A{thoughtless}", "", written_by(tokenizer, calls))
-        start = tokenizer.tool_call_start or ""
+        start = tokenizer.tool_call_start or json_tools.tool_call_start
         at = max(0, text.find(start))
         # mlx-lm says where calls begin, but for Hermes' marker, which may be in another's section.
         inside = start == json_tools.tool_call_start and re.search(TAG, text[:at])
@@ -217,9 +228,9 @@ def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
     template's."""
     if is_harmony(tokenizer):
         return ANALYSIS, MESSAGE_END
-    vocab = tokenizer.get_vocab()
-    for pair in THINKING:
-        if vocab.keys() >= set(pair) and all(template_reads(tokenizer, each) for each in pair):
+    pairs = [pair for pair in THINKING if has_tokens(tokenizer, *pair)]
+    for pair in pairs:
+        if all(template_reads(tokenizer, each) for each in pair):
             return pair
     if tokenizer.has_thinking:
         return tokenizer.think_start, tokenizer.think_end
@@ -236,4 +247,4 @@ def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
         known = start and silent.endswith(start[0])  # it stands before any text
         if start and end and not known and (SAID in after or NAME in after):
             return start[0], end[1]
-    return next((pair for pair in THINKING if vocab.keys() >= set(pair)), ("", ""))
+    return next(iter(pairs), ("", ""))

@@ -372,7 +372,7 @@ def test_kernels_are_verified_at_load(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LayoutChoice, "cases", lambda *of: [case])
     options = settings(block_size=16, speculate=False)
     load_engine(path, "tiny", options)
-    assert not runs and KERNELS.verdicts["fake 1"].why == "no Metal here"
+    assert not runs and not KERNELS.verdicts, "there is no Metal here"
     monkeypatch.setattr(verify, "missing", lambda: "")
     try:
         load_engine(path, "tiny", options)

@@ -196,7 +196,7 @@ def test_a_pool_that_could_not_grow_tries_again(
     slots = {pool.shape[1] for pages in runner.pages() for pool in pages.pools()}
     assert (
         slots == {runner.view.allocated[None] * 8}
-        and 200 * 8 < min(slots) <= (201 + 400 // 8 + 1) * 8
+        and 200 * 8 < min(slots) <= (201 + 400 // 32 + 1) * 8
     )
 
 

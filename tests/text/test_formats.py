@@ -134,6 +134,14 @@ def test_a_large_vocabulary_costs_nothing_a_message(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
+def test_a_format_is_learned_without_a_copy_of_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=TEMPLATES["json_tools"]))
+    monkeypatch.setattr(type(tokenizer._tokenizer), "get_vocab", None)
+    assert call_support(tokenizer).startswith("own format")
+
+
 def test_what_stands_around_a_text_is_no_part_of_it(tmp_path: Path) -> None:
     """As Command R's; the text itself is not held up."""
     template = TEMPLATES["json_tools"].replace(

@@ -76,7 +76,7 @@ def _renamed(folder: Path, scratch: Path) -> Path:
     name = f"openblas-{version(OPENBLAS)}-"
     for cached in folder.glob(f"{name}*.so"):
         with suppress(OSError):  # an unreadable one counts as damaged
-            if cached.name == name + _digest(cached):
+            if cached.name == name + _digest(cached.read_bytes()):
                 return cached
     copy, symbols = scratch / "copy", scratch / "symbols"
     symbols.write_text("".join(f"{PREFIX}{product} {product}\n" for product in PRODUCTS))
@@ -88,9 +88,10 @@ def _renamed(folder: Path, scratch: Path) -> Path:
         importlib.import_module("transformers")  # meanwhile; mlx-lm needs it, and it needs no MLX
     if renaming.returncode:
         raise subprocess.CalledProcessError(renaming.returncode, command)
-    name += _digest(copy)
+    content = copy.read_bytes()
+    name += _digest(content)
     try:
-        write_atomic(folder / name, copy.read_bytes())
+        write_atomic(folder / name, content)
     except OSError as error:
         log.info("%s: %s; OpenBLAS is copied again at each start", folder, error.strerror)
         return copy.rename(scratch / name)
@@ -101,8 +102,8 @@ def _renamed(folder: Path, scratch: Path) -> Path:
     return folder / name
 
 
-def _digest(file: Path) -> str:
-    return f"{zlib.crc32(file.read_bytes()):08x}.so"
+def _digest(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}.so"
 
 
 def _file_of(package: str, pattern: str) -> Path:

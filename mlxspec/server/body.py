@@ -65,7 +65,7 @@ class Strict(BaseModel):
     `unsupported` are fields that are refused unless they are empty, or have the value here, which
     has no effect."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
     unsupported: ClassVar[Json] = {}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from jinja2 import Template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
@@ -84,9 +85,8 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
     if template_reads(tokenizer, "tool") and not is_harmony(tokenizer):
         empty = rf"\s*{re.escape(start)}\s*{re.escape(end)}\s*"
         layout, dropped = _template_layout(tokenizer, empty)
-    vocab = tokenizer.get_vocab()
     inferred = tokenizer.tool_parser.__module__.split(".")[-1] if tokenizer.tool_parser else ""
-    names = [name for token, name in BY_TOKEN.items() if token in vocab]
+    names = [name for token, name in BY_TOKEN.items() if has_tokens(tokenizer, token)]
     names += [ALIASES.get(inferred, inferred), "json_tools", "tools_tag"]
     names = [name for name in names if name in KNOWN]
     layouts = ([layout] if layout else []) + [layout_of(name) for name in names]
@@ -106,7 +106,13 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
 @lru_cache(16)
 def is_harmony(tokenizer: TokenizerWrapper) -> bool:
     """Whether the model writes OpenAI's Harmony."""
-    return bool({"<|channel|>", "<|message|>"} <= tokenizer.get_vocab().keys())
+    return has_tokens(tokenizer, "<|channel|>", "<|message|>")
+
+
+def has_tokens(tokenizer: TokenizerWrapper, *tokens: str) -> bool:
+    """Whether all of these are in the vocabulary, of which `get_vocab` makes a copy each time."""
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    return None not in ids and tokenizer.convert_ids_to_tokens(ids) == list(tokens)
 
 
 @lru_cache(16)
@@ -126,7 +132,12 @@ def layout_of(name: str) -> Layout:
 def render_calls(name: str, calls: Sequence[NamedCall]) -> str:
     """The text of calls in a known format."""
     named = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return compile_template(KNOWN[name].read_text("utf-8")).render(calls=named)
+    return _known_template(name).render(calls=named)
+
+
+@lru_cache
+def _known_template(name: str) -> Template:
+    return compile_template(KNOWN[name].read_text("utf-8"))
 
 
 def _render_answer(
@@ -219,9 +230,9 @@ def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
     template's."""
     if is_harmony(tokenizer):
         return ANALYSIS, MESSAGE_END
-    vocab = tokenizer.get_vocab()
-    for pair in THINKING:
-        if vocab.keys() >= set(pair) and all(template_reads(tokenizer, marker) for marker in pair):
+    pairs = [pair for pair in THINKING if has_tokens(tokenizer, *pair)]
+    for pair in pairs:
+        if all(template_reads(tokenizer, marker) for marker in pair):
             return pair
     if tokenizer.has_thinking:
         return tokenizer.think_start, tokenizer.think_end
@@ -238,4 +249,4 @@ def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
         always = start and silent.endswith(start[0])  # also before text without reasoning
         if start and end and not always and (CONTENT in after or NAME in after):
             return start[0], end[1]
-    return next((pair for pair in THINKING if vocab.keys() >= set(pair)), ("", ""))
+    return next(iter(pairs), ("", ""))

@@ -117,7 +117,7 @@ def test_prose_about_a_format_in_any_pieces(
 
 def test_a_large_vocabulary_costs_nothing_a_message(tmp_path: Path) -> None:
     """What depends on the vocabulary is found once for a tokenizer."""
-    words = tuple(f"<|w{i}|>" for i in range(20_000))
+    words = tuple(f"<|w{i}|>" for i in range(5000))
     tokenizer = load_tokenizer(
         save_tokenizer(tmp_path, template=TEMPLATES["json_tools"], extra=words)
     )
@@ -132,6 +132,14 @@ def test_a_large_vocabulary_costs_nothing_a_message(tmp_path: Path) -> None:
     many = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 50
     render(tokenizer, conversation_of(many, None, {}, History()), History())
     assert time.process_time() - began < 2
+
+
+def test_a_format_is_learned_without_a_copy_of_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=TEMPLATES["json_tools"]))
+    monkeypatch.setattr(type(tokenizer._tokenizer), "get_vocab", None)
+    assert call_support(tokenizer).startswith("own format")
 
 
 def test_what_stands_around_a_text_is_no_part_of_it(tmp_path: Path) -> None:

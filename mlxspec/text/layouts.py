@@ -99,6 +99,23 @@ class Layout:
         return (self.opens + call + self.ends).strip()
 
 
+def loose(text: str) -> str:
+    """The pattern of a format's text with any white space, quotes, digits, ids and names."""
+    patterns = []
+    for piece in PIECE.findall(text):
+        if piece.isspace():
+            patterns.append(r"(?:\\n|\s)*+")
+        elif piece == '"':
+            patterns.append(r"\s*\"?\s*")
+        elif piece.startswith(CALL_ID):
+            patterns.append(r"[\w.:-]*+")
+        elif piece in (NAME, OTHER):
+            patterns.append(r"[^\s<>\"]++")
+        else:
+            patterns.append(re.sub(r"\d+", r"\\d+", re.escape(piece)))
+    return "".join(patterns)
+
+
 def common_length(pieces: Sequence[str], others: Sequence[str]) -> int:
     """Length of the common prefix of two sequences of pieces, ignoring which digits they have."""
     pairs = zip(pieces, others, strict=False)

@@ -11,6 +11,7 @@ from typing import Any
 from mlxspec.text.messages import clean
 from mlxspec.types import Json
 
+NOT_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError, StopIteration)
 WORDS: Mapping[str, Any] = {
     **{"true": True, "True": True, "false": False, "False": False},
     **{"null": None, "None": None},
@@ -123,3 +124,8 @@ def literal(text: str) -> Any:
     if reader.at < len(reader.text):
         raise ValueError("there is text after the value")
     return value
+
+
+def dumped(value: Any) -> str:
+    """A value as JSON, its letters as they are. Raises ValueError for one that is not finite."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -15,10 +15,11 @@ from typing import Literal
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import log
-from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, NOT_JSON, Arguments, begin_call, skipped
+from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, Arguments, begin_call, skipped
 from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, ChatFormat, format_of, is_harmony
 from mlxspec.text.layouts import MARKER, TAGS
+from mlxspec.text.literals import NOT_JSON
 from mlxspec.text.messages import Tools, Types, parameter_types
 from mlxspec.text.tool_calls import read_calls
 from mlxspec.types import line_of

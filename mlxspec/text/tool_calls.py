@@ -8,10 +8,10 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from mlxspec.text.call_arguments import NOT_JSON, tool_named
+from mlxspec.text.call_arguments import tool_named
 from mlxspec.text.formats import ChatFormat
 from mlxspec.text.layouts import Layout
-from mlxspec.text.literals import Literals, literal
+from mlxspec.text.literals import NOT_JSON, Literals, literal
 from mlxspec.text.messages import as_list, clean
 from mlxspec.types import Json
 

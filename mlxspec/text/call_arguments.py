@@ -27,9 +27,17 @@ SKIPPED = (
 )
 TOOL = r"([^\s\"'<>\[\](){}\\]+?)"  # the name of one
 OBJECT = r'\s*(?=\{\s*["}])'  # where arguments in JSON begin
+# Up to a name in JSON, with further fields before it or in OpenAI's wrapper.
+JSON_NAME = (
+    r'\{\s*(?:"(?:type|id|index)"\s*:\s*(?:"[^"]*"|\d+)\s*,\s*)*'
+    r'(?:"function"\s*:\s*\{\s*)?"(?:name|function)"\s*:\s*"'
+)
+WHOLE_CALL = re.compile(  # in JSON without tags; parsed when it has ended
+    rf'\s*(?:```json\s*)?{JSON_NAME}[^"]+"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?:null|")'
+)
 # A call up to there, in any format: Hermes' and Qwen's, Mistral's, Kimi's, Harmony's.
 JSON_HEAD = (
-    rf'(?:\{{\s*"name"\s*:\s*"|(?:to=)?){TOOL}'
+    rf"(?:{JSON_NAME}|(?:to=)?){TOOL}"
     r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]'
     rf"|\s*<\|tool_call_argument_begin\|>|(?=[\s<])[^{{}}]{{0,64}}<\|message\|>){OBJECT}"
 )
@@ -66,7 +74,8 @@ def skipped(form: ChatFormat) -> Pattern:
         texts += re.findall(TAGS, "".join(texts))
         edges |= {loose(text.strip()) for text in texts if re.search(r"[^\W\d]|>>", text)}
     longest = sorted(edges, key=len, reverse=True)
-    return re.compile(f"(?:{'|'.join([*longest, SKIPPED])})*+")
+    # Each repetition is atomic, for speed; a name may need the last ones.
+    return re.compile(f"(?:(?>{'|'.join([*longest, SKIPPED])}))*")
 
 
 @lru_cache

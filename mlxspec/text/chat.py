@@ -20,7 +20,7 @@ from mlxspec.files import read_json
 from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
 from mlxspec.text.detokenizer import token_bytes
-from mlxspec.text.formats import PROBE_TOOLS, format_of, is_harmony
+from mlxspec.text.formats import PROBE_TOOLS, format_of, has_tokens, is_harmony
 from mlxspec.text.history import History
 from mlxspec.text.messages import (
     Messages,
@@ -85,7 +85,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             tool_call_end=json_tools.tool_call_end,
             tool_parser=json_tools.parse_tool_call,
         )
-    if is_harmony(tokenizer):
+    if is_harmony(tokenizer) and has_tokens(tokenizer, "<|call|>"):
         tokenizer.add_eos_token("<|call|>")
     tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead
     return tokenizer

@@ -151,6 +151,12 @@ def _render_answer(
     return apply_template(tokenizer, turns, tools=tools, add_generation_prompt=False)
 
 
+def _render_prompt(tokenizer: TokenizerWrapper) -> str:
+    """A conversation that the assistant is to answer."""
+    turns = [{"role": "user", "content": CONTENT}]
+    return apply_template(tokenizer, turns, tools=PROBE_TOOLS, add_generation_prompt=True)
+
+
 def _as_turn(calls: Sequence[NamedCall]) -> list[Json]:
     """Calls as in a turn of the assistant."""
     functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
@@ -205,15 +211,9 @@ def _around_text(tokenizer: TokenizerWrapper, thinking: tuple[str, str]) -> tupl
     not at the end of a prompt. Empty if answers have headers."""
     if has_headers(tokenizer) or not tokenizer.has_chat_template:
         return ()
-    user = [{"role": "user", "content": CONTENT}]
     try:
         answer = _render_answer(tokenizer, content=CONTENT)
-        prompt = apply_template(
-            tokenizer,
-            user,
-            tools=PROBE_TOOLS,
-            add_generation_prompt=True,
-        )
+        prompt = _render_prompt(tokenizer)
     except Exception:  # a template raises whatever its author chose
         return ()
     prompt = prompt.rpartition(CONTENT)[2]
@@ -249,4 +249,11 @@ def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
         always = start and silent.endswith(start[0])  # also before text without reasoning
         if start and end and not always and (CONTENT in after or NAME in after):
             return start[0], end[1]
-    return next(iter(pairs), ("", ""))
+    if pairs or not tokenizer.has_chat_template:
+        return next(iter(pairs), ("", ""))
+    try:  # what the prompt opens, of templates that write no reasoning
+        prompt = _render_prompt(tokenizer)
+    except Exception:  # a template raises whatever its author chose
+        return "", ""
+    match = re.search(r"<(think\w*|thought)>\s*\Z", prompt)
+    return (f"<{match[1]}>", f"</{match[1]}>") if match else ("", "")

@@ -20,6 +20,7 @@ Write = Callable[[Sequence[NamedCall]], str]  # the text of calls
 
 NAME, OTHER, CALL_ID = "zqname", "zqother", "zqcall00"
 KEY_A, KEY_B, VALUE_A, VALUE_B = "zqkeya", "zqkeyb", "zqvala", "zqvalb"
+SAME_KEY = "zqkey"  # in the text after a value, where its key stands again
 ARGUMENTS: Json = {KEY_A: VALUE_A, KEY_B: VALUE_B}
 HARD = "zq\"'\\<&\nzq"  # a string that some formats wrap or escape
 PROBES: tuple[tuple[Any, str], ...] = (  # values, and how their texts may begin
@@ -55,8 +56,9 @@ class Layout:
     `style`: the arguments are a JSON object; or parameters in `tags`, each `key`, its name and a
     value; or `words`, as in a call in Python, whose values end at a comma; or the `whole` call is
     an object with another order. `values` are the forms of a value, with `separator` between two
-    parameters. `empty` follows the name of a call without parameters. `raw`: strings are written
-    without escapes; `html`: with those of HTML. `true` is the word for true.
+    parameters; `SAME_KEY` in them stands for the key. `empty` follows the name of a call without
+    parameters. `raw`: strings are written without escapes; `html`: with those of HTML. `true` is
+    the word for true.
     """
 
     opens: str
@@ -135,7 +137,8 @@ def learn_layout(write: Write) -> Layout | None:
         first, end = span
         return _with_section(write, Layout("", before, rest[:first], rest[end:]))
     pattern = "(.*?)".join(["", KEY_A, VALUE_A, KEY_B, VALUE_B])
-    parts = re.fullmatch(f"{pattern}(.*)", rest, re.DOTALL)
+    rest, last = [_with_same_key(text) for text in rest.rpartition(VALUE_B)[::2]]
+    parts = re.fullmatch(f"{pattern}(.*)", f"{rest}{VALUE_B}{last}", re.DOTALL)
     if not parts or "\\" in parts[2]:  # JSON in a string
         return _whole(one)
     layout = _with_parameters(write, before, *map(PIECE.findall, parts.groups()))
@@ -146,6 +149,14 @@ def learn_layout(write: Write) -> Layout | None:
     if mixed:
         return None
     return layout if named else _whole(one)
+
+
+def _with_same_key(text: str) -> str:
+    """A text with `SAME_KEY` for the key of each value that stands after the value."""
+    before, value, after = text.partition(VALUE_A)
+    if not value:
+        return text.replace(KEY_B, SAME_KEY)
+    return before + value + after.replace(KEY_A, SAME_KEY)
 
 
 def _whole(one: str) -> Layout | None:
@@ -179,7 +190,7 @@ def _with_section(write: Write, layout: Layout) -> Layout:
     except Exception:  # a template raises whatever its author chose
         return layout
     closes, before = PIECE.findall(layout.closes), PIECE.findall(layout.before)
-    between = PIECE.findall(text[end:other])
+    between = PIECE.findall(text[end:other].replace(KEY_A, SAME_KEY))
     n = common_length(closes, between)
     while n and closes[n - 1].isspace():
         n -= 1
@@ -241,7 +252,7 @@ def _with_values(write: Write, layout: Layout, ending: str) -> Layout:
     closes = ""
     raw = html = False
     for value, pattern in PROBES:
-        rest = write([(NAME, {KEY_A: value})]).partition(KEY_A)[2]
+        rest = write([(NAME, {KEY_A: value})]).partition(KEY_A)[2].replace(KEY_A, SAME_KEY)
         match = re.search(pattern, rest)
         if not match:  # written with escapes
             html = html or (value == HARD and HARD in unescape(rest))

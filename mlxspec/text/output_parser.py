@@ -7,58 +7,43 @@ Markers are mlx-lm's, and the white space around them is dropped with them.
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from functools import lru_cache
 from typing import Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import log
-from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, Arguments, begin_call, skipped
-from mlxspec.text.control_tokens import END, any_of, plain_text
-from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, ChatFormat, format_of, is_harmony
-from mlxspec.text.layouts import MARKER, TAGS
+from mlxspec.text.call_arguments import (
+    BETWEEN,
+    MAX_HEAD,
+    WHOLE_CALL,
+    Arguments,
+    begin_call,
+    skipped,
+)
+from mlxspec.text.formats import format_of, is_harmony
 from mlxspec.text.literals import NOT_JSON
+from mlxspec.text.markers import (
+    CALL_STATES,
+    CONTENT,
+    CONTENT_STATES,
+    NORMAL,
+    REASONING,
+    REASONING_STATES,
+    TAG_BEGINS,
+    call_edges,
+    marker_patterns,
+    plain_patterns,
+    transitions,
+)
 from mlxspec.text.messages import Tools, Types, parameter_types
-from mlxspec.text.tool_calls import read_calls
+from mlxspec.text.tool_calls import read_calls, string_quote
 from mlxspec.types import line_of
 
 Kind = Literal["reasoning", "content", "call"]
-Edges = dict[str, dict[str, str]]  # state -> marker -> the next state
-
-# The states of an answer. `NORMAL`, `REASONING` and `CALL` are mlx-lm's names.
-NORMAL = "normal"  # the beginning of the content, which may be a call in JSON without tags
-CONTENT = "content"
-REASONING = "reasoning"
-CALL = "tool"
-BARE_CALL = "call without the markers of its section"
-REASONING_CALL = "call inside the reasoning"
-
-HARMONY: Mapping[str, Sequence[tuple[str, str]]] = {
-    "header": [
-        ("<|channel|>analysis", "header of reasoning"),
-        ("to=", CALL),
-        ("<|message|>", NORMAL),
-    ],
-    "header of reasoning": [("to=", CALL), ("<|message|>", REASONING)],
-    # The model may leave out the end, and a text may mention it: alone it is text.
-    **{
-        state: [(MESSAGE_END + NEXT_MESSAGE, "header"), (NEXT_MESSAGE, "header"), (FINAL, NORMAL)]
-        for state in (REASONING, NORMAL, CALL)
-    },
-}
-
-TAG_BEGINS = r"[<\[]"
-CONTENT_STATES = (NORMAL, CONTENT)
-CALL_STATES = (CALL, BARE_CALL, REASONING_CALL)
-REASONING_STATES = (REASONING, REASONING_CALL)
 
 START = re.compile(rf"\A(?:{BETWEEN})*+")  # before a call without tags
 LIST = re.compile(r"\s*\[\s*[\w.:-]*+(?:\(|\Z)")  # where the content may be calls in brackets
-NULL_CALL = (  # in JSON without tags; parsed when it has ended
-    r'\s*(?:```json\s*)?\{\s*"name"\s*:\s*"[^"]+"\s*,\s*"(?:arguments|parameters)"\s*:\s*null'
-)
 # The name of a call whose arguments have not begun, in any format.
 CUT_CALL = r"(?:\W*(?:open|call|tool|to|functions?|invoke|name)\b)*+\W*([\w.-]+)"
 
@@ -192,7 +177,8 @@ class OutputParser:
         self._stream(text)
         if self._state == NORMAL and not self._reader:
             begins = self._begins() in ("", "{", "`") or self._is_named()
-            if not self._is_list() and (not begins or len(self._held) > MAX_HEAD):
+            whole = self._is_list() or WHOLE_CALL.match(self._held)
+            if not whole and (not begins or len(self._held) > MAX_HEAD):
                 self._end_untagged()
 
     def _emit_text(self, text: str) -> None:
@@ -213,6 +199,12 @@ class OutputParser:
             if self._reader or after in (CONTENT, REASONING):
                 self._stream(text)
             if self._reader:  # a part of the arguments
+                return
+            if not self._called and self._in_string():
+                self._held += "" if after in (CONTENT, REASONING) else text
+                return
+            if after in CALL_STATES and skipped(self._form).fullmatch(self._held):
+                self._enter(after, self._held + text)  # a marker before a marker
                 return
             if self._called:
                 self._held = self._held.removesuffix(text)
@@ -281,6 +273,20 @@ class OutputParser:
             self._open_call(name)
             self._add_to_call(arguments, ends=True)
 
+    def _in_string(self) -> bool:
+        """Whether the held text, of calls that are read as a whole, ends inside a string."""
+        held = self._held.lstrip()
+        opened = (each for each in self._form.layouts if each.start and held.startswith(each.start))
+        layout = next(opened, self._form.layouts[0])
+        quote = string_quote(layout) if layout.style == "words" else '"'
+        if layout.style not in ("words", "whole") or quote == "'":
+            return False
+        quotes = re.sub(r"\\.", "", self._held, flags=re.DOTALL).count(quote)
+        try:
+            return quotes % 2 == 1 and not read_calls(self._held, self._form, self._types)
+        except NOT_JSON:
+            return True
+
     def _begins(self) -> str:
         """The character with which the held text may begin a call."""
         return START.sub("", self._held[:MAX_HEAD])[:1]
@@ -305,83 +311,9 @@ class OutputParser:
         """End what may be calls in JSON without tags; the rest is content."""
         if self._state == NORMAL:
             empty = self._untagged and not self._called
-            if self._is_list() or (empty and re.match(NULL_CALL, self._held)):
+            if self._is_list() or (empty and WHOLE_CALL.match(self._held)):
                 self._end_call()
                 self._held = ""
             text = START.sub("", self._held) if self._called else self._held
             self._enter(CONTENT)
             self._emit_text(text)
-
-
-@lru_cache
-def call_edges(form: ChatFormat) -> re.Pattern[str]:
-    """The markers at the two ends of a text of calls."""
-    starts = any_of(layout.start for layout in form.layouts if layout.start)
-    ends = any_of(layout.end for layout in form.layouts if layout.end)
-    return re.compile(rf"\A\s*(?:{starts})|(?:{ends})\s*\Z")
-
-
-@lru_cache(64)
-def marker_patterns(
-    tokenizer: TokenizerWrapper,
-    calls: bool,
-    constrained: bool,
-) -> dict[str, re.Pattern[str]]:
-    """For each state the pattern of its markers, or of the beginning of one at a text's end, with
-    white space around."""
-    edges = transitions(tokenizer, calls, constrained)
-    return {
-        state: re.compile(rf"(?<!\s)\s*+(?:{any_of(markers, END)}{END})\s*+")
-        for state, markers in edges.items()
-    }
-
-
-@lru_cache(64)
-def plain_patterns(
-    tokenizer: TokenizerWrapper,
-    calls: bool,
-    constrained: bool,
-) -> dict[str, re.Pattern[str]]:
-    """For each state the pattern of text in which no marker begins, nor white space before one."""
-    edges = transitions(tokenizer, calls, constrained)
-    return {state: plain_text(marker[0] for marker in markers) for state, markers in edges.items()}
-
-
-@lru_cache(64)
-def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> Edges:
-    """The markers that lead from each state to another: the format's, and if answers have headers
-    mlx-lm's or Harmony's. With `calls` also those of calls, and those that models write instead."""
-    form = format_of(tokenizer)
-    headers = HARMONY if is_harmony(tokenizer) else tokenizer.response_transitions
-    edges: Edges = {state: {} for state in (CONTENT, REASONING, *CALL_STATES)}
-    content, reasoning = edges[CONTENT], edges[REASONING]
-    words = {}  # these open calls only where the content begins
-    if form.think_start:
-        content |= {form.think_end: NORMAL, form.think_start: REASONING}
-        reasoning[form.think_end] = NORMAL
-    headed = any(state == CALL for markers in headers.values() for _, state in markers)
-    for layout in form.layouts if calls else ():
-        start, end = layout.start, layout.end
-        if end:
-            edges[CALL][end], edges[REASONING_CALL][end] = CONTENT, REASONING
-            content[end] = NORMAL  # of a call without its start
-        if start and not re.match(TAG_BEGINS, start):
-            words[start] = CALL
-        elif start and not headed:
-            content[start] = edges[CALL][start] = CALL  # again: an end was left out
-            if form.think_start and not constrained:
-                reasoning[start] = edges[REASONING_CALL][start] = REASONING_CALL
-                edges[REASONING_CALL][form.think_end] = NORMAL
-        inner, closes = MARKER.match(layout.name_opens), re.search(TAGS, layout.closes)
-        if inner and closes and re.match(TAG_BEGINS, inner[0]) and not headed:
-            if not any(marker.startswith(inner[0]) for marker in (*content, start)):
-                content[inner[0]] = BARE_CALL
-            edges[BARE_CALL][closes[0]] = CONTENT
-    for marker in (*(tokenizer.structural_markers or ()), *form.text_markers):
-        content[marker] = NORMAL
-    edges[NORMAL] = content | words
-    for state, markers in headers.items():
-        edges.setdefault(state, {}).update(markers)
-        if state == NORMAL:
-            content.update(markers)
-    return edges

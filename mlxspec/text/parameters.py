@@ -14,7 +14,7 @@ import regex
 
 from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import ChatFormat
-from mlxspec.text.layouts import TAG, TAGS, Layout, Value, loose
+from mlxspec.text.layouts import SAME_KEY, TAG, TAGS, Layout, Value, loose
 from mlxspec.text.literals import NOT_JSON, dumped, literal, unescaped
 from mlxspec.text.messages import clean
 
@@ -34,16 +34,17 @@ class ParameterPatterns:
     of the value's form as the name of the last group, or "any" for further attributes; or the end
     of the call. `closes`: the end of a value, by form; the group `next` is the text after it, and
     if the end is left out, the group `name` is the next parameter's. `bare`: the same, whatever
-    follows. `ends`: the markers that end the call. `ending`: its end, if the last value's is left
-    out."""
+    follows. `closing`: its text. `ends`: the markers that end the call. `ending`: its end, if the
+    last value's is left out."""
 
-    def __init__(self, form: ChatFormat, layout: Layout) -> None:
+    def __init__(self, form: ChatFormat, layout: Layout, name: str = "") -> None:
+        """`name`: the key of the value, if the text after a value has it."""
         key, ends = loose(layout.key), end_pattern(form, layout)
         opens = [f"(?P<w{i}>{_opens(value, layout)})" for i, value in enumerate(layout.values)]
         if any(value.opens.startswith('"') and ">" in value.opens for value in layout.values):
             opens.append(r'(?P<any>"\s[^<>]{0,256}>)')
         self.key = regex.compile(
-            rf'[\s,]*(?:{key}([^<>\n"]+?)(?:{"|".join(opens)})|(?:{ends}))',
+            rf'[\s,]*(?:(?:{ends})|{key}([^<>\n"]+?)(?:{"|".join(opens)}))',
         )
         openings = "|".join(loose(value.opens.rstrip()) for value in layout.values)
         line = r"\n" if "\n" in layout.separator else r"\n?"
@@ -54,10 +55,12 @@ class ParameterPatterns:
         malformed = rf"|{tag[0]}[^<\w]" if tag else ""
         begins = rf"(?:{key}|{ends}{malformed}))"
         self.closes, self.bare = [], []
+        self.closing = [value.closes.replace(SAME_KEY, name) for value in layout.values]
         for value in layout.values:
-            closes = _closes(value)
+            closes = _closes(value).replace(SAME_KEY, re.escape(name))
             follows = rf"\s{{0,64}}{begins}" if closes else begins
-            others = f"|{forgotten}" if value.closes else ""
+            sure = not value.closes or SAME_KEY in value.closes
+            others = "" if sure else f"|{forgotten}"
             self.closes.append(regex.compile(f"{closes}(?P<next>{follows}{others}"))
             anything = ")" if closes else follows
             self.bare.append(regex.compile(f"{closes}(?P<next>{anything}{others}"))
@@ -119,24 +122,31 @@ class ParameterArguments:
     def feed(self, text: str) -> str:
         """The next piece of the arguments."""
         self.rest += text
-        piece, before = "", None
-        while not self.ended and before != (len(self.rest), self._index, self._broken):
-            before = len(self.rest), self._index, self._broken
-            if self._broken:
-                piece += self._unread()
-            elif self._index is None:
-                piece += self._next_key()
-            elif self._is_string():
-                piece += self._string()
-            elif end := self._value_end(self._index):
-                piece += self._value(self._cut(*end))
-                self._index = None
+        if self._quoted and self.patterns.plain.fullmatch(self.rest):
+            return self._escaped(self._cut(len(self.rest), len(self.rest)))
+        pieces = []
+        while not self.ended and (piece := self._next()) is not None:
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _next(self) -> str | None:
+        """What can be read now; None: nothing."""
+        if self._broken:
+            return self._unread() or None
+        if self._index is None:
+            return self._next_key()
+        if self._is_string():
+            return self._string(self._index) or None
+        if not (end := self._value_end(self._index)):
+            return None
+        piece = self._value(self._cut(*end))
+        self._index = None
         return piece
 
-    def _next_key(self) -> str:
+    def _next_key(self) -> str | None:
         key = self.patterns.key.match(self.rest, partial=True)
         if key and key.partial:
-            return ""
+            return None
         if not key:
             self._broken = True
             return self._before
@@ -151,30 +161,23 @@ class ParameterArguments:
         text, self.rest = self.rest[:start], self.rest[stop if self.ended else start :]
         return text
 
-    def _string(self) -> str:
+    def _string(self, index: int) -> str:
         """The part of a string that is certain. One that may also be null is emitted once it is
         not."""
-        text = self.rest.strip()
-        may_be_null = "null" in self._types and any(word.startswith(text) for word in NULLS)
-        if not self._quoted and not may_be_null and self.patterns.plain.fullmatch(self.rest):
-            self._quoted = True
-            return '"' + self._escaped(self._cut(len(self.rest), len(self.rest)))
-        if self._quoted and self.patterns.plain.fullmatch(self.rest):
-            return self._escaped(self._cut(len(self.rest), len(self.rest)))
-        assert self._index is not None
-        match = self._closer(self._index)
+        quote = "" if self._quoted else '"'
+        match = self._closer(index)
         if match and not match.partial:
             text = self._cut(match.start(), match.start("next"))
-            self._index = None
-            if not self._quoted and "null" in self._types and text.strip() in NULLS:
+            self._index, self._quoted = None, False
+            if quote and "null" in self._types and text.strip() in NULLS:
                 return "null"
-            return ("" if self._quoted else '"') + self._escaped(text) + '"'
-        if may_be_null and not self._quoted:
-            return ""
+            return f'{quote}{self._escaped(text)}"'
         end = match.start() if match else len(self.rest)
+        text = self.rest[:end].strip()
+        if quote and "null" in self._types and any(word.startswith(text) for word in NULLS):
+            return ""
         if match := self.patterns.ending.search(self.rest, partial=True):
             end = min(end, match.start())
-        quote = "" if self._quoted else '"'
         self._quoted = True
         return quote + self._escaped(self._cut(end, end))
 
@@ -245,7 +248,7 @@ class ParameterArguments:
         else:
             match = self.patterns.ending.search(self.rest, partial=True)
             if match and re.search(TAG, match[0]):
-                self.rest = self.rest[: match.start()] + self.layout.values[self._index].closes
+                self.rest = self.rest[: match.start()] + self.patterns.closing[self._index]
                 self._at = min(self._at, match.start())
         return self.feed(self.layout.closes + self.layout.ends + self.layout.end)
 
@@ -264,6 +267,8 @@ class ParameterArguments:
             self._types = {"string"}
         elif marked is False:
             self._types = self._types - {"string"} or {"object"}
+        if SAME_KEY in forms[self._index].closes:
+            self.patterns = ParameterPatterns(self.form, self.layout, key)
         self._quoted = False
         piece = f"{self._before}{dumped(key)}: "
         self._before = ", "

@@ -8,7 +8,7 @@ from functools import lru_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.formats import format_of, has_headers, template_calls
-from mlxspec.text.layouts import NamedCall
+from mlxspec.text.layouts import SAME_KEY, NamedCall
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.types import Json
 
@@ -55,7 +55,7 @@ def failed_proofs(tokenizer: TokenizerWrapper) -> tuple[str, ...]:
     if not form.learned or has_headers(tokenizer):
         return ()
     closers = [value.closes for value in form.layouts[0].values] + [form.layouts[0].closes]
-    markup = " b".join(["a", *closers, "c"])
+    markup = " b".join(["a", *closers, "c"]).replace(SAME_KEY, "text")
     for token in tokenizer.added_tokens_decoder.values():
         markup = markup.replace(token.content, "") if token.special else markup  # no client's
     proofs = PROOFS | {MARKUP: {"text": markup, "more": "d"}}

@@ -23,7 +23,6 @@ Render = Callable[[Messages], str]  # raises where the template refuses
 TOOLS_FOLLOW = "You can call these tools, each a JSON object on its line:"
 HOW_TO_CALL = "To call one, write its name and arguments so, and nothing after the last call:\n"
 BEGINNING = "(The conversation begins with an answer.)"
-BETWEEN = "Go on."
 MISSING = "(There is no result.)"
 
 
@@ -122,15 +121,36 @@ def call_by_call(messages: Messages, _: ChatFormat) -> Messages:
 
 
 def text_before_calls(messages: Messages, _: ChatFormat) -> Messages:
-    """Move text beside calls into a turn before them, with a turn of the user between."""
+    """Append text beside calls to the user's text or the result before it: a further turn of the
+    user would move what templates write beside the last one, as Mistral's do with the tools."""
     turns: Messages = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:
-            turns.append({"role": "assistant", "content": message["content"]})
-            turns.append({"role": "user", "content": BETWEEN})
+            said = f"<assistant>\n{message['content']}\n</assistant>"
             message = {**message, "content": ""}
+            if turns and turns[-1]["role"] in ("user", "tool"):
+                turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n\n{said}"}
+            else:
+                turns.append({"role": "user", "content": said})
         turns.append(message)
     return turns
+
+
+def without_empty(messages: Messages, _: ChatFormat) -> Messages:
+    """Leave out answers without text and calls, as of a client that was stopped."""
+    return [
+        message
+        for message in messages
+        if message["role"] != "assistant" or message["content"] or message.get("tool_calls")
+    ]
+
+
+def content_as_list(messages: Messages, _: ChatFormat) -> Messages:
+    """Content as a list of one part, for templates that read no other."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
 
 
 def user_in_results(messages: Messages, _: ChatFormat) -> Messages:
@@ -196,8 +216,9 @@ def _call(text: str, id: str) -> Json:
 ID, OTHER_ID, LONG_ID = "abcdef001", "abcdef002", "call_" + 24 * "0"
 ASK, AGAIN = _turn("user", "zqask"), _turn("user", "zqagain")
 SYSTEM, LATE = _turn("system", "zqsystem"), _turn("system", "zqlate")
-ANSWER = _turn("assistant", "zqsaid")
+ANSWER, EMPTY = _turn("assistant", "zqsaid"), _turn("assistant")
 CALL = _turn("assistant", tool_calls=[_call("zqcall", ID)])
+BESIDE = {**CALL, "content": "zqbeside"}
 SECOND = _turn("assistant", tool_calls=[_call("zqsecond", OTHER_ID)])
 CALLS = _turn("assistant", tool_calls=CALL["tool_calls"] + SECOND["tool_calls"])
 LONG = _turn("assistant", tool_calls=[_call("zqcall", LONG_ID)])
@@ -211,18 +232,20 @@ REWRITES: dict[Rewrite, list[Messages]] = {
     calls_as_text: [[ASK, CALL, RESULT]],
     results_as_user: [[ASK, CALL, RESULT]],
     results_after_calls: [
+        [ASK, CALL],
         [ASK, CALL, AGAIN],
         [ASK, CALL, LATE, RESULT],
         [ASK, RESULT, AGAIN],
         [ASK, CALL, SECOND, RESULT, MORE],
     ],
-    without_system: [[SYSTEM, ASK]],
+    without_empty: [[ASK, EMPTY, AGAIN], [ASK, CALL, RESULT, EMPTY, AGAIN]],
+    without_system: [[SYSTEM, ASK], [SYSTEM, ASK, CALL, RESULT]],
     one_system: [[SYSTEM, LATE, ASK]],
     system_as_user: [[SYSTEM, ASK, ANSWER, LATE, AGAIN], [ASK, LATE], [ASK, CALL, RESULT, LATE]],
     call_by_call: [[ASK, CALLS, RESULT, MORE]],
-    text_before_calls: [[ASK, {**CALL, "content": "zqbeside"}, RESULT]],
+    text_before_calls: [[ASK, BESIDE, RESULT], [ASK, BESIDE, RESULT, ANSWER, AGAIN]],
     user_in_results: [[ASK, CALL, RESULT, AGAIN], [ASK, CALL, RESULT, AGAIN, ANSWER, ASK]],
-    user_first: [[ANSWER, ASK]],
+    user_first: [[ANSWER, ASK], [CALL, RESULT, ANSWER, ASK]],
     merged: [[ASK, AGAIN], [ASK, ANSWER, ANSWER, ASK]],
     short_ids: [[ASK, LONG, LONG_RESULT]],
 }
@@ -234,14 +257,17 @@ def rewrites_for(render: Render, form: ChatFormat) -> tuple[Rewrite, ...]:
     text."""
 
     scores: dict[str, int] = {}
+    last: tuple[Rewrite, ...] = ()
 
     def score(original: Messages, rewrites: Sequence[Rewrite]) -> int:
-        messages = apply_rewrites(original, rewrites, form)
+        messages = apply_rewrites(original, (*rewrites, *last), form)
         key = json.dumps([original, messages])
         if key not in scores:
             scores[key] = _score(render, messages, original)
         return scores[key]
 
+    if score([ASK], ()) < score([ASK], (content_as_list,)):
+        last = (content_as_list,)
     tried: list[Messages] = []
     needed = tuple(REWRITES)
     if all(score(turns, GENTLE) >= score(turns, needed) for turns in REWRITES[calls_as_text]):
@@ -252,7 +278,7 @@ def rewrites_for(render: Render, form: ChatFormat) -> tuple[Rewrite, ...]:
         tried += conversations  # also those for which other rewrites were enough
         if all(score(turns, others) >= score(turns, needed) for turns in tried):
             needed = others
-    return needed
+    return (*needed, *last)
 
 
 def apply_rewrites(messages: Messages, rewrites: Iterable[Rewrite], form: ChatFormat) -> Messages:

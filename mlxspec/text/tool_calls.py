@@ -51,10 +51,15 @@ def _json_values(text: str) -> list[Any]:
     return values
 
 
+def string_quote(layout: Layout) -> str:
+    """What stands before and after a string in calls like those of Python."""
+    strings = next(value for value in layout.values if value.string is not False)
+    return strings.opens.lstrip(":= ")
+
+
 def _word_calls(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArguments]:
     """One or more calls, in the notation of Python or Gemma."""
-    strings = next(value for value in layout.values if value.string is not False)
-    quote = strings.opens.lstrip(":= ") if layout.raw else ""
+    quote = string_quote(layout) if layout.raw else ""
     opens = re.escape(layout.name_opens)
     text = text.strip().removeprefix(layout.opens.strip().removeprefix(layout.start).strip())
     text = text.removesuffix(layout.ends.strip().removesuffix(layout.end).strip())

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -580,3 +581,150 @@ def test_any_text_of_any_format_in_any_pieces(
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     assert read(writers[name], pieces, **how) == whole
     assert read(writers[name], text, **how) == whole, "character by character"
+
+
+# ---- what cannot be read, or not at once
+# ---------------------------------------------------------------------------
+
+HEADS = {  # a call of `read`, up to its parameters and after them
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="read">\n',
+        "</invoke>\n</minimax:tool_call>",
+    ),
+    "glm47": ("<tool_call>read\n", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>\n<function=read>\n", "</function>\n</tool_call>"),
+}
+PARAMETERS = {
+    "minimax_m2": '<parameter name="%s">%s</parameter>\n',
+    "glm47": "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n",
+    "qwen3_coder": "<parameter=%s>\n%s\n</parameter>\n",
+}
+
+
+def function(**properties: Any) -> list[Any]:
+    schema = {"type": "object", "properties": properties}
+    return [{"type": "function", "function": {"name": "read", "parameters": schema}}]
+
+
+def spelled(name: str, **values: str) -> str:
+    head, ends = HEADS[name]
+    return head + "".join(PARAMETERS[name] % item for item in values.items()) + ends
+
+
+def calls_in(tokenizer: Any, pieces: Any, tools: Any = TOOLS) -> list[Any]:
+    return [part.call for part in read(tokenizer, pieces, tools=tools) if part.call]
+
+
+def cut(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("values", [["</parameter>\n</invoke>"], [["</arg_value>"], {"a": "</"}]])
+@pytest.mark.parametrize("name", ["minimax_m2", "glm47", "qwen3_coder"])
+def test_a_list_may_hold_the_markers(writers: dict[str, Any], name: str, values: Any) -> None:
+    tools = function(items={"type": "array"}, path={"type": "string"})
+    said = spelled(name, items=json.dumps(values), path="a")
+    for pieces in ([said], list(said)):
+        [call] = calls_in(writers[name], pieces, tools)
+        assert json.loads(call.arguments) == {"items": values, "path": "a"}
+
+
+def test_a_parameter_that_cannot_be_read_is_not_left_out(writers: dict[str, Any]) -> None:
+    """The call is not one that a client can run by mistake."""
+    tools = function(a={"type": "integer"}, b={"type": "string"})
+    broken = [
+        ("minimax_m2", '<parameter name="a">1</parameter>\n<parameter>b\nx</parameter>'),
+        ("glm47", "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b\n<arg_value>x"),
+        ("qwen3_coder", "<parameter=a>\n1\n</parameter>\n<parameter>b\nx\n</parameter>"),
+        ("qwen3_coder", "<parameter=b>\nx\n</parameter>\n<parameter>a\n1\n</parameter>"),
+    ]
+    for name, inner in broken:
+        head, ends = HEADS[name]
+        said = head + inner + ends
+        calls = calls_in(writers[name], list(said), tools)
+        for call in calls:
+            with pytest.raises(ValueError):
+                json.loads(call.arguments)
+        assert len(calls) == 1
+
+
+def test_further_attributes_and_nothing(writers: dict[str, Any]) -> None:
+    kinds = {"a": {"type": "integer"}, "b": {"type": ["string", "null"]}}
+    said = '<parameter name="a" type="int">1</parameter>\n<parameter name="b">None</parameter>\n'
+    head, ends = HEADS["minimax_m2"]
+    [call] = calls_in(writers["minimax_m2"], list(head + said + ends), function(**kinds))
+    assert json.loads(call.arguments) == {"a": 1, "b": None}
+
+
+def test_a_string_that_may_be_null_is_streamed(writers: dict[str, Any]) -> None:
+    """Once it is none; and a long value is not searched twice."""
+    tools = function(b={"type": ["string", "null"]}, items={"type": "array"})
+    head, ends = HEADS["qwen3_coder"]
+    text = "nullable " + "word " * 12_000
+    reader = OutputParser(writers["qwen3_coder"], tools, False)
+    began = time.process_time()
+    for piece in cut(head + f"<parameter=b>\n{text}", 4):
+        reader.feed(piece)
+    assert len(reader.calls[0].arguments) > len(text)
+    many = json.dumps(["x" * 8] * 6_000)
+    said = head + f"<parameter=items>\n{many}\n</parameter>" + ends
+    [call] = calls_in(writers["qwen3_coder"], cut(said, 4), tools)
+    assert len(json.loads(call.arguments)["items"]) == 6_000
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"type": "function", "name": "read", "parameters": {"path": "a.py", "lines": 3}}',
+        '{"id": "1", "name": "read", "arguments": {"path": "a.py", "lines": 3}}',
+        '{"function": "read", "parameters": {"path": "a.py", "lines": 3}}',
+        '{"type": "function", "function": {"name": "read", "arguments": {"path": "a.py", "lines": 3}}}',
+        '{"name": "read", "parameters": "{\\"path\\": \\"a.py\\", \\"lines\\": 3}"}',
+    ],
+)
+def test_calls_in_json_without_tags_in_other_orders(hermes: Any, said: str) -> None:
+    for pieces in ([said], list(said)):
+        [call] = calls_in(hermes, pieces)
+        assert (call.name, json.loads(call.arguments)) == ("read", CALL_READ[2])
+
+
+def test_a_marker_inside_a_string_of_a_call_that_is_read_whole(writers: dict[str, Any]) -> None:
+    for name, (_, said) in WHOLE.items():
+        end = re.search(r"<[^<>]*>\Z", said)
+        assert end
+        said = said.replace("a.py", f"a{end[0]}.py")
+        [call] = calls_in(writers[name], list(said))
+        assert json.loads(call.arguments) == {"path": f"a{end[0]}.py", "lines": 3}
+
+
+def test_a_section_whose_calls_have_tags_of_their_own(tmp_path: Path) -> None:
+    """As Hunyuan's."""
+    each = "<tool_call>{{ c.function.name }}<tool_sep>\n```json\n{{ c.function.arguments | tojson }}\n```</tool_call>\n"
+    turn = (
+        "<turn>{{ m.content }}{% if m.tool_calls %}<tool_calls>\n{% for c in m.tool_calls %}" + each
+    )
+    template = "{% for m in messages %}" + turn + "{% endfor %}</tool_calls>{% endif %}{% endfor %}"
+    made = load_tokenizer(save_tokenizer(tmp_path, template=template))
+    once = f"<tool_call>read<tool_sep>\n```json\n{JSON}\n```</tool_call>\n"
+    parts = read(made, list(f"<tool_calls>\n{once}{once}</tool_calls>"))
+    assert [json.loads(part.call.arguments) for part in parts if part.call] == [ARGUMENTS] * 2
+    assert all(part.call for part in parts)
+
+
+def test_the_key_of_a_value_may_close_it_too(tmp_path: Path) -> None:
+    key = "<{{ k }}>{{ v if v is string else v | tojson }}</{{ k }}>\n"
+    each = (
+        '<use name="{{ c.function.name }}">\n{% for k, v in c.function.arguments.items() %}' + key
+    )
+    turn = (
+        "<turn>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        + each
+        + "{% endfor %}</use>{% endfor %}"
+    )
+    made = load_tokenizer(
+        save_tokenizer(tmp_path, template="{% for m in messages %}" + turn + "{% endfor %}")
+    )
+    said = '<use name="read">\n<path><b>a</b>\n<lines>x</path>\n<lines>3</lines>\n</use>'
+    [call] = calls_in(made, list(said))
+    assert json.loads(call.arguments) == {"path": "<b>a</b>\n<lines>x", "lines": 3}

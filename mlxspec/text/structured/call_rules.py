@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.control_tokens import any_of
 from mlxspec.text.formats import format_of, layout_of
-from mlxspec.text.layouts import CALL_ID, OTHER, Layout
+from mlxspec.text.layouts import CALL_ID, OTHER, SAME_KEY, Layout
 from mlxspec.text.messages import RejectedRequest, types_of
 from mlxspec.text.proof import forces_own_format
 from mlxspec.text.structured.json_schema import json_rule
@@ -135,7 +135,7 @@ class _Rules:
         `rest` after a parameter, `first` before all."""
         rest = first = '""'
         for name, value_schema in reversed(schema.get("properties", {}).items()):
-            key, value = layout.key + name, self._value(layout, value_schema)
+            key, value = layout.key + name, self._value(layout, value_schema, name)
             alone = f"{self._text(key, value[0])} {value[1]} {rest}"
             after = f"{self._text(layout.separator + key, value[0])} {value[1]} {rest}"
             if name not in schema.get("required", ()):
@@ -145,24 +145,27 @@ class _Rules:
             return self._text(layout.empty)
         return f"{self._text(layout.after)} {first} {self._text(layout.closes)}"
 
-    def _value(self, layout: Layout, schema: Json) -> tuple[str, str]:
+    def _value(self, layout: Layout, schema: Json, name: str) -> tuple[str, str]:
         """The text before a value, and the rule of the value by its schema and its closing text."""
         types, words = types_of(schema), _words(schema)
         text = next(value for value in layout.values if value.string is not False)
         others = [value for value in layout.values if value.string is not True]
         typed = [value for value in others if any(f'"{name}"' in value.opens for name in types)]
         other = (typed or others)[0]
+        text_closes = text.closes.replace(SAME_KEY, name)
         if layout.style == "words" and text.opens[-1:] in ("'", '"'):
             words = None  # strings of JSON are parsed between double quotes
         elif "string" in types and words is None:
-            return text.opens, self._rule(self._free_text(text.closes))
+            return text.opens, self._rule(self._free_text(text_closes))
         if words:
             choices = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
-            return text.opens, self._rule(f"({choices}) {self._text(text.closes)}")
+            return text.opens, self._rule(
+                f"({choices}) {self._text(text.closes.replace(SAME_KEY, name))}"
+            )
         rule = json_rule(schema, self._where)
         if types == {"boolean"} and schema.keys() <= FREE:
             rule = f'("{layout.true}" | "{"False" if layout.true == "True" else "false"}")'
-        return other.opens, self._rule(f"{rule} {self._text(other.closes)}")
+        return other.opens, self._rule(f"{rule} {self._text(other.closes.replace(SAME_KEY, name))}")
 
     def _free_text(self, closes: str) -> str:
         """The rule of any text up to its closing text, which cannot be in it."""

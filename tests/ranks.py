@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.load import loader, manager  # noqa: E402
+from mlxspec.load import drafting, loader, manager  # noqa: E402
 from mlxspec.load.resolve import ResolvedModel  # noqa: E402
 from mlxspec.model.layout import weights  # noqa: E402
 from mlxspec.model.mirror import Follower, runner_type  # noqa: E402
@@ -200,7 +200,7 @@ def load_and_fail(ranks: ProcessGroup, path: str, cache: str, how: str) -> str:
         ranks.call("", "load_and_fail", path, cache, how)
         ranks.flush()
         if how == "no memory":
-            loader.make_plan = no_memory
+            drafting.lacking = no_memory
     elif how == "another model":
         models = {"other": chosen}
     elif how == "killed at layouts":
@@ -230,8 +230,8 @@ def killed(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def no_memory(*_: Any, **__: Any) -> Any:
-    raise OutOfMemory("it needs more", 1)
+def no_memory(*_: Any) -> OutOfMemory:
+    return OutOfMemory("it needs more", 1)
 
 
 CALLS = {"load_all": load_all, "logits": logits, "overlap": overlap, "load_and_fail": load_and_fail}

@@ -17,7 +17,7 @@ from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
 from mlxspec.load import plan as planning
 from mlxspec.load.drafting import Drafting
-from mlxspec.load.plan import MemoryPlan, make_plan
+from mlxspec.load.plan import MemoryPlan, Room, make_plan
 from mlxspec.model import meter
 from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.model.runner import Runner
@@ -150,7 +150,7 @@ def plan(
 ) -> MemoryPlan:
     """A plan for `free` bytes beside headroom."""
     config = Config(cache_gb=0, **settings)
-    return make_plan(config, context, weights, cache, free + memory.headroom())
+    return make_plan(Room(config, context, free + memory.headroom()), weights, cache)
 
 
 def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> None:
@@ -259,7 +259,8 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
 
     def cache_bytes(weights: float, token_bytes: int, free: float, **settings: Any) -> int:
         config, cache = Config(cache_gb=0, **settings), (token_bytes, (), 0)
-        return make_plan(config, 32768, int(weights * GIB), cache, int(free * GIB)).cache_bytes
+        room = Room(config, 32768, int(free * GIB))
+        return make_plan(room, int(weights * GIB), cache).cache_bytes
 
     assert 0.99 * 1.5 * GIB < cache_bytes(4, 65536, 8) <= 1.5 * GIB
     with pytest.raises(OutOfMemory) as large:

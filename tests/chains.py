@@ -14,9 +14,10 @@ from mlxspec.kernels.reference import gumbel
 from mlxspec.model.batch import Step
 from mlxspec.model.sampler import seed32
 from mlxspec.model.trunk import trunk_of
+from mlxspec.sequences import Entry, Plan, Seq
 from mlxspec.speculate.chain import deepest_first
 from mlxspec.speculate.heads.drafter import HeadDrafter
-from mlxspec.types import Entry, Plan, Request, Seq
+from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import random_head
 
@@ -134,10 +135,10 @@ def recorded(e: Engine, head: HeadDrafter) -> list[Drafted]:
         passes.append(hidden)
         return lm_head(hidden)
 
-    def drafting(plan: Plan, previous: Any, chosen: Any) -> None:
+    def drafting(plan: Plan, previous: Any) -> None:
         passes.clear()
-        draft(plan, previous, chosen)
-        for n, entry in enumerate(deepest_first(plan, chosen)):
+        draft(plan, previous)
+        for n, entry in enumerate(deepest_first(head.chosen(plan))):
             outputs[entry] = [rows[n] for rows in passes if n < len(rows)]
 
     def record(step: Step, accepted: Any) -> None:

@@ -13,7 +13,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
-from mlxspec.speculate import Proposals
+from mlxspec.sequences import Plan, Seq, Span
 from mlxspec.speculate.chain import DraftCosts, deepest_first
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
@@ -30,7 +30,7 @@ from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.heads.tensors import Vocabulary
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Entry, Plan, Request, Seq
+from mlxspec.types import Request
 from tests import tiny
 from tests.heads.assistant import random_assistant
 from tests.heads.packagings import SIDECAR
@@ -79,14 +79,20 @@ class KnownAnswers:
     def __init__(self, answers: Answers, block_size: int) -> None:
         self.answers, self.view = answers, SimpleNamespace(block_size=block_size)
         self.caches: list[Any] = []
+        self.engine: Engine | None = None  # the target's, once it is attached
 
-    def forward_rows(self, plan: list[Entry], ids: mx.array, shift: mx.array | None) -> mx.array:
+    def of(self, e: Span) -> Seq:
+        """The sequence that a row is of."""
+        assert self.engine
+        return next(seq for seq in self.engine.scheduler.running if seq.kept is e.kept)
+
+    def forward_rows(self, plan: list[Span], ids: mx.array, shift: mx.array | None) -> mx.array:
         assert ids.size == sum(e.rows for e in plan)
         next_ = []
         for n, e in enumerate(plan):
             if e.samples:
-                told = partly_wrong(self.answers(e.seq.request, e.seq.index))
-                at = mx.array(e.end - e.seq.prompt_len)
+                told = partly_wrong(self.answers(self.of(e).request, e.kept.index))
+                at = mx.array(e.end - e.kept.prompt_len)
                 next_.append(told[at if shift is None else at + shift[n]])
         if not next_:
             return mx.zeros((0, tiny.VOCAB))
@@ -191,12 +197,12 @@ class KnownHead(HeadDrafter):
         super().__init__(replace(head, lm_head=self._logits), runner)
         self.answers = answers
 
-    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
-        self.drafting, self.passes, self.shift = deepest_first(plan, chosen), 0, None
+    def draft(self, plan: Plan, previous: Step | None) -> None:
+        self.drafting, self.passes, self.shift = deepest_first(self.chosen(plan)), 0, None
         if any(e.inflight_drafts for e in self.drafting):
             assert previous is not None
             self.shift = previous.shift_of(self.drafting)
-        super().draft(plan, previous, chosen)
+        super().draft(plan, previous)
 
     def _logits(self, hidden: mx.array) -> mx.array:
         next_ = []
@@ -254,7 +260,9 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
     model = None
     if kind in ("model", "chain"):
         own = small
-        if not isinstance(small, KnownAnswers):
+        if isinstance(small, KnownAnswers):
+            small.engine = e
+        else:
             own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size)
         model = HeadDrafter(DraftModel(own, tiny.VOCAB).head(), e.runner)
         model.costs = DraftCosts(row)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxspec.types import Accepted, Draft, Entry, Seq
+from mlxspec.sequences import Accepted, Draft, Entry, Seq
 from tests import tiny
 
 

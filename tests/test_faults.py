@@ -30,7 +30,8 @@ from mlxspec.engine.models import ModelManager
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.worker import Worker
 from mlxspec.model import runner
-from mlxspec.model.runner import Runner, Step
+from mlxspec.model.batch import Forward
+from mlxspec.model.runner import Runner
 from mlxspec.server import chat_request as asking
 from mlxspec.server import process
 from mlxspec.speculate.ngram import NgramDrafter
@@ -78,7 +79,7 @@ POINTS: list[tuple[Any, str]] = [
     (Runner, "submit"),
     (runner, "sample"),
     (Scheduler, "submitted"),
-    (Step, "read"),
+    (Forward, "read"),
     (Runner, "sample"),
     (Scheduler, "commit"),
     (Engine, "_advance"),
@@ -388,10 +389,11 @@ from mlxspec import blas
 blas.load()
 from mlxspec.cli import main
 from mlxspec.engine.worker import Worker
-from mlxspec.model.runner import Runner, Step
+from mlxspec.model.batch import Forward
+from mlxspec.model.runner import Runner
 
 owner, name = sys.argv.pop(1).split("."), Path(sys.argv.pop(1))
-of = {"Runner": Runner, "Step": Step, "Worker": Worker}[owner[0]]
+of = {"Runner": Runner, "Forward": Forward, "Worker": Worker}[owner[0]]
 whole = getattr(of, owner[1])
 
 def breaks(*args):
@@ -408,7 +410,7 @@ main()
     "point",
     [
         "Runner.forward",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("Step.read", "Worker._deliver")),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("Forward.read", "Worker._deliver")),
     ],
 )
 def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 from mlxspec import log
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import Hashes, KVCacheManager, PrefixMatch
-from mlxspec.types import NULL_BLOCK, STATE, Seq
+from mlxspec.sequences import Seq
+from mlxspec.types import NULL_BLOCK, STATE
 
 RUN_BLOCKS, RUN_BYTES = 16, 1 << 24  # of a file, at most; one block at least
 MIN_GAIN = 4  # blocks that a restore must add to what memory has

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.cache.blocks import BlockPool, Tokens
-from mlxspec.types import NULL_BLOCK, Seq
+from mlxspec.sequences import Seq
+from mlxspec.types import NULL_BLOCK
 
 WINDOW_STRIDE = 256  # blocks between two places of a long prompt where its window stays cached
 MIN_PROMPT = 4  # blocks of a prompt for which a state before its last token is worth a step
@@ -249,7 +250,7 @@ class KVCacheManager:
         copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
         seq.block_hashes = list(match.hashes)
         seq.shared = len(match.hashes)
-        seq.state = match.state
+        seq.kept.recurrent = match.state
         seq.computed = match.length
         seq.branch_points = []
         if match.known > match.length:
@@ -304,7 +305,7 @@ class KVCacheManager:
         seq.table = []
         seq.windows = [[] for _ in self.windows]
         seq.block_hashes = []
-        seq.state = seq.batch = None
+        seq.kept.recurrent = seq.kept.batch = None
         seq.computed = 0
 
     def check(self, seqs: Iterable[Seq]) -> None:

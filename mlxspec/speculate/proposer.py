@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from mlxspec import log
 from mlxspec.model.batch import Step
+from mlxspec.sequences import Accepted, Draft, Plan, Seq
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.chain import LIKELIEST
 from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Key, Proposal
 from mlxspec.speculate.ngram import FIRST_RATE, GRAMMAR
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq
+from mlxspec.types import MAX_DEPTH
 
 T = TypeVar("T")
 
@@ -103,14 +104,14 @@ class Proposer:
         return depths
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
-        chosen = {e.seq: self._chosen[e.seq] for e in plan if e.depth}
+        for e in plan:
+            if e.depth:
+                e.proposal = self._chosen[e.seq]
         for drafter in self.drafters:
-            mine = {seq: each for seq, each in chosen.items() if each.drafter is drafter}
-            self._ask(drafter, drafter.draft, plan, previous, mine)
+            self._ask(drafter, drafter.draft, plan, previous)
             if drafter not in self.drafters:  # it may have failed half way
-                for e in plan:
-                    if e.seq in mine:
-                        e.draft = Draft()
+                for e in drafter.chosen(plan):
+                    e.draft = Draft()
 
     def _overlaps(self) -> bool:
         """Whether steps with drafts are submitted before the step in front of them is read."""

@@ -8,7 +8,8 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.batch import bucket
-from mlxspec.types import Entry, Request
+from mlxspec.sequences import Entry
+from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import KnownAnswers, attach
 from tests.liar import NoisyOracle

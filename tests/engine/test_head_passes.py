@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from mlxspec.model.batch import Step
+from mlxspec.sequences import Plan
 from mlxspec.speculate import NoSpeculation, heads
 from mlxspec.speculate.chain import MAX_LAG, deepest_first
-from mlxspec.speculate.controller import Proposal
-from mlxspec.types import Plan
 from tests import tiny, waiting
 from tests.chains import check, few
 from tests.drafters import OTHER_HEADS, OWN_HEADS, attach_head
@@ -44,7 +43,7 @@ def passes_of(plan: Plan, layout: str, own_kv: bool) -> list[list[int]]:
     """The rows of each pass of a round, where all before the last step had been read: those of the
     drafts in flight if the head has K/V of its own, then for each further token. Dense K/V are
     gathered for neighbours with as many rows and blocks, up to the next power of two."""
-    drafting = deepest_first(plan, {e.seq: Proposal("mtp") for e in plan if e.depth})
+    drafting = deepest_first([e for e in plan if e.depth])
     found = []
     for n in range(drafting[0].depth if drafting else 0):
         rows = []

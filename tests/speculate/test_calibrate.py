@@ -96,7 +96,7 @@ def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.Monkey
 
     def kept(self: Any, accepted: Any, samplers: Any) -> Any:
         found = keep(self, accepted, samplers)
-        asked.extend(recorder.entries[0].rows for recorder in found)
+        asked.extend(recorder.spans[0].rows for recorder in found)
         return found
 
     monkeypatch.setattr(RecurrentStates, "keep_accepted", kept)

@@ -20,7 +20,7 @@ from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import decoder_layers, trunk_of
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
+from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
 from mlxspec.speculate.heads.tensors import load_tensors
 from mlxspec.types import UnsupportedModel
 
@@ -95,12 +95,12 @@ class AssistantPass(Pass):
         self.view = View(target.block_size, blocks, {}, target.dense)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
         hidden = rows.newest_hidden(chain.shift)
-        newest = [replace(e, start=e.start - 1) for e in chain.entries]  # with keys and values
+        newest = [replace(e, start=e.start - 1) for e in chain.spans]  # with keys and values
         pages = [self._lent(each) for each in self.read_from]
         seen = 0  # sequences in the view
-        while n := len(chain.entries):
+        while n := len(chain.spans):
             if seen != n:
                 fill_view(self.view, newest[:n], chain.shift)
                 seen = n

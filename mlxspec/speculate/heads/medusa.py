@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
+from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
 from mlxspec.speculate.heads.tensors import load_tensors, sizes_of
 
 
@@ -40,11 +40,11 @@ class Medusa(nn.Module):
 class MedusaPass(Pass):
     """`head.module` is a Medusa."""
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
         hidden = rows.newest_hidden(chain.shift)
         heads = iter(self.head.module.heads)
-        while chain.entries:
-            x = hidden[: len(chain.entries)]
+        while chain.spans:
+            x = hidden[: len(chain.spans)]
             for layer in next(heads):
                 x = layer(x)
             self.submit(x)

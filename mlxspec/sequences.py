@@ -112,7 +112,7 @@ class Seq:
 
     def __post_init__(self) -> None:
         asked = self.request
-        self.kept = SeqState(asked.sampling, self.index, self.prompt_len, asked.pooling)
+        self.kept = SeqState(asked.sampling, self.index, self.prompt_len, pooling=asked.pooling)
 
     @property
     def prompt_len(self) -> int:

@@ -226,7 +226,7 @@ def read_half(how: str, model: Any, heard: Any) -> None:
     raise UnsupportedModel("the weights cannot be read") from RuntimeError("damaged")
 
 
-def killed(*_: Any) -> Any:
+def killed(*_: Any, **__: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

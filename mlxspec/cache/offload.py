@@ -219,7 +219,7 @@ class KVOffloader:
                     self.disk.discard(each)
                 return
             try:
-                if run is None or not self._enter(seq, hashes, lacking, run):
+                if run is None or not self._enter(seq, hashes, lacking, run=run):
                     return
             except KeyError:  # a run that lacks an array
                 self.disk.discard(file)
@@ -244,18 +244,20 @@ class KVOffloader:
         number, first = next(iter(found.values()))
         if number == STATE:
             assert self.cache.states is not None
-            self.cache.states.put((hashes[first], ()), self.runner.place(STATE, (), run.arrays, ()))
+            self.cache.states.put(
+                (hashes[first], ()), self.runner.place(STATE, (), run.arrays, which=())
+            )
             return True
         pool = self.cache.pools[number]
         blocks = pool.allocate(len(found))
         if blocks is None:
             return False
         try:
-            self.runner.place(number, blocks, run.arrays, list(found))
+            self.runner.place(number, blocks, run.arrays, which=list(found))
             for block, (_, i) in zip(blocks, found.values(), strict=True):
                 start = i * pool.block_size
                 tokens = tuple(seq.tokens[start : start + pool.block_size])
-                pool.cache(block, pool.parent(hashes, i), tokens, hashes[i])
+                pool.cache(block, pool.parent(hashes, i), tokens, key=hashes[i])
         finally:
             pool.free(blocks)  # one whose hash is cached already has no content
         return True

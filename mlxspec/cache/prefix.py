@@ -180,7 +180,7 @@ class KVCacheManager:
         for n, key in enumerate(chain, done):
             content = tuple(seq.tokens[n * size : (n + 1) * size])
             for pool, table in self._tables(seq):
-                pool.cache(table[n], self.pool.parent(hashes, n), content, key)
+                pool.cache(table[n], self.pool.parent(hashes, n), content, key=key)
             hashes.append(key)
 
     def cache_partial(self, seq: Seq, upto: int) -> None:

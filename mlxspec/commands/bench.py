@@ -186,7 +186,7 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
             requests.append(
                 Request(task.name, prompt, max_tokens, sampling=Sampling(0.0), stop_tokens=stop),
             )
-        pairs = measure(engine, speculator, requests, streams)
+        pairs = measure(engine, speculator, requests, streams=streams)
         found = figures(pairs)
         rows.append([name, *(f"{value:.4g}" for value in found.values())])
         for prompt_name, plain, fast in pairs:

@@ -67,7 +67,7 @@ def answer(url: str, api_key: str, body: Json, text: str) -> None:
     sent = body | {"messages": messages}
     reply, thinking = "", False
     try:
-        with request(url, api_key, "POST", "/v1/chat/completions", sent) as response:
+        with request(url, api_key, "POST", path="/v1/chat/completions", body=sent) as response:
             for event in _events(response):
                 for choice in event["choices"]:
                     if thought := choice["delta"].get("reasoning_content"):

@@ -91,10 +91,12 @@ def launch(
     if not show and not shutil.which(agent):
         raise ClientError(f"{agent} is not installed; install it with: {known['install']}")
     server, key = server_of(url, api_key)
-    with request(server, key, "GET", f"/v1/models/{quote(model)}") as response:
+    with request(server, key, "GET", path=f"/v1/models/{quote(model)}") as response:
         found = json.load(response)
         context = int(found["context_window"])
-        variables, flags = settings_of(agent, server, key or "none", found["id"], context)
+        variables, flags = settings_of(
+            agent, server, key or "none", model=found["id"], context=context
+        )
     prompt = known.get("prompt", 0)
     if prompt * 2 > context:
         print(

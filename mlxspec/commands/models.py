@@ -49,22 +49,24 @@ def local_models(config: Config) -> list[LocalModel]:
         try:
             path = there.get(name) or on_disk(name, config)
         except UnsupportedModel:  # of the settings
-            found.append(LocalModel(name, "model", None, 0, fits="incomplete"))
+            found.append(LocalModel(name, "model", None, bytes=0, fits="incomplete"))
             continue
         if not path:
             size = known[name].source.bytes if name in known else 0
-            found.append(LocalModel(name, "head" if target_of(name) else "model", None, size))
+            found.append(LocalModel(name, "head" if target_of(name) else "model", None, bytes=size))
             continue
         head, size = find_head(path), weight_bytes(path)
         if head.standalone:
-            found.append(LocalModel(name, "head", path, size))
+            found.append(LocalModel(name, "head", path, bytes=size))
         elif name not in there or has_code(head.config):
             fits, tools, drafts = _fits(config, path, size), "", ""
             if fits != "incomplete":
                 tools = _known_tools(path, cache_of(config) / TOOLS_FILE)
             if config.speculate and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            found.append(LocalModel(name, "model", path, size, fits=fits, tools=tools, head=drafts))
+            found.append(
+                LocalModel(name, "model", path, bytes=size, fits=fits, tools=tools, head=drafts)
+            )
     return found
 
 

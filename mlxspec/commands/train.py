@@ -119,7 +119,7 @@ def train(config: Config, options: Options, server: Server) -> int:
         if not alone:
             raise UserError(f"another training of {model.name} runs; wait until it ends")
         try:
-            compared = _train(model, options, cache / "training" / name, made, server)
+            compared = _train(model, options, cache / "training" / name, made=made, server=server)
             before = _tokens_per_round(config, compared, server.wait)
             after = _tokens_per_round(replace(config, draft=str(made)), compared, server.wait)
             print(
@@ -155,20 +155,22 @@ def _train(
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""
     # What does not fit is refused before hours of answers.
-    trainer = _new_trainer(model, options, [], 1)[0]  # its files hold a head's tensors
+    trainer = _new_trainer(model, options, [], steps=1)[0]  # its files hold a head's tensors
     server.wait()
     training = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
     del trainer
     texts = pieces(Path(options.data)) if options.data else []
     samples = list(up_to(options.tokens // 2, _own_samples(model, texts)))
     wanted = options.tokens - sum(len(sample) for _, sample in samples)
-    samples += _answers(model, texts, wanted, work / "answers.jsonl", server, training)
+    samples += _answers(
+        model, texts, wanted, file=work / "answers.jsonl", server=server, training=training
+    )
     learned = [sample for subject, sample in samples if not held_out(subject)]
     measured = [sample for subject, sample in samples if held_out(subject)]
     if not learned or not measured:
         raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
     plan = batches(windows(learned), options.epochs)
-    trainer, files = _new_trainer(model, options, learned, len(plan))
+    trainer, files = _new_trainer(model, options, learned, steps=len(plan))
     before = read_json(files.path / MADE)  # of an earlier head, else {}
     before.pop("begins_as", None)  # one step back is enough
     size = len(trainer.target.drafted)
@@ -177,8 +179,8 @@ def _train(
     load_weights(trainer.target.model)
     about = {"model": model.name, **asdict(options), "vocabulary": size, "begins_as": before}
     state, held = work / "state.safetensors", windows(measured)[:MEASURED]
-    kept = run(trainer, plan, held, state, about, server.wait)
-    save_head(trainer, files, made, about | {"kept": kept})
+    kept = run(trainer, plan, held, state=state, about=about, wait=server.wait)
+    save_head(trainer, files, made, about=about | {"kept": kept})
     return measured[:COMPARED]
 
 
@@ -224,7 +226,7 @@ def _answers(
     )
     found = []
     with progress("Answering prompts") as report:
-        for each in up_to(wanted, collect(engine, prompts, known, server.wait)):
+        for each in up_to(wanted, collect(engine, prompts, known, wait=server.wait)):
             found.append(each)
             report(sum(len(sample) for _, sample in found), wanted)
     return found
@@ -275,7 +277,7 @@ def _new_trainer(
     rate = KNOWN_RATE if files else 1.0
     size = options.vocabulary or VOCABULARY
     files = files or new_head(target, vocabulary_of(learned, size, target.vocab))
-    trainer = Trainer(target, files, steps, rate)
+    trainer = Trainer(target, files, steps, rate=rate)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
     if need > free:

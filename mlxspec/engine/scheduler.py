@@ -78,7 +78,7 @@ class Scheduler:
         request = replace(request, max_tokens=min(request.max_tokens, room))
         made = []
         for index in range(request.n):
-            seq = Seq(request, index, next(self._order), [*request.prompt])
+            seq = Seq(request, index, next(self._order), tokens=[*request.prompt])
             seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()

@@ -120,7 +120,7 @@ def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> V
             )
             best.gains = best.gains or gains
         elif not best.way or sum(gains.values()) > sum(best.gains.values()):
-            best = Verdict(variant, least, most, gains)
+            best = Verdict(variant, least, most, gains=gains)
     best.why = "; ".join(rejected)
     return best
 
@@ -151,7 +151,7 @@ def compare(case: Case, call: Call, timer: Timer) -> None:
         want = case.reference(*inputs)
         mx.eval(inputs, want)
         (whole,), _ = timer.run(call, [inputs])
-        relative_error(whole, want, case.tolerance, inputs[0].dtype)
+        relative_error(whole, want, case.tolerance, dtype=inputs[0].dtype)
         results, _ = timer.run(call, fewer)
         for rows in results:
             if not mx.array_equal(rows, whole[: len(rows)]):

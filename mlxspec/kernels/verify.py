@@ -138,7 +138,7 @@ def verify(
     unknown = [case for case in cases if case.name not in known]
     try:
         if unknown and not missing():
-            _try_all(unknown, file, report, check)
+            _try_all(unknown, file, report, check=check)
     except OSError as error:
         log.warning(
             "%s: %s; no kernel is tried, because a crash could not be recorded",
@@ -158,7 +158,7 @@ def _try_all(cases: list[Case], file: VerdictFile, report: Report, check: Check)
         for done, case in enumerate(cases, 1):
             until = perf_counter() + CASE_S
             if until <= end:
-                _try(case, file, until, check)
+                _try(case, file, until, check=check)
             report(done, len(cases))
 
 

@@ -143,7 +143,7 @@ def add_drafters(engine: Engine, drafting: Drafting, config: Config) -> None:
         drafters.append(drafter)
     padded = engine.runner.layout != "rows"
     depth = config.draft_depth if len(drafters) > 1 else 0
-    engine.proposer = Proposer(None, drafters, depth, padded, tries_likeliest=True)
+    engine.proposer = Proposer(None, drafters, depth, padded=padded, tries_likeliest=True)
 
 
 def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
@@ -151,8 +151,8 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
     kv, pool = engine.scheduler.kv, engine.scheduler.pool
     head = drafting.head
     if drafting.fit:
-        runner = Runner(drafting.small, "rows", pool.block_size, pool.size)
-        head = DraftModel(runner, engine.vocab, drafting.fit.vocab, drafting.context).head()
+        runner = Runner(drafting.small, "rows", pool.block_size, blocks=pool.size)
+        head = DraftModel(runner, engine.vocab, drafting.fit.vocab, context=drafting.context).head()
     if not head:
         return None
     drafter = HeadDrafter(head, engine.runner)
@@ -162,7 +162,7 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
             drafter.make_one(table)
             if kv.states is not None:
                 # Shows what a state holds before one comes from the disk.
-                time_step(engine.runner, table, 1, 1)
+                time_step(engine.runner, table, 1, rows=1)
     except Exception:  # mlx-lm's modules with the head's weights
         if not drafting.head:
             raise

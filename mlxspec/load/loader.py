@@ -132,7 +132,7 @@ def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup)
     known = WarmupCache.load(file)
     if not all(group.gather(known is not None)) or not known:
         try:
-            layout = find_layout(model, config.layout, config.kv_bits, group)
+            layout = find_layout(model, config.layout, config.kv_bits, group=group)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from error
         known = WarmupCache(layout=layout, file=file)

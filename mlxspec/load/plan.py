@@ -93,9 +93,9 @@ def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
     counts = [pool.least for pool in pools]
     least = _bytes(pools, counts)
     rest = max(0, budget // (1 + len(config.others)) - least)
-    counts = _raised(pools, counts, [pool.few for pool in pools], rest // 2)
+    counts = _raised(pools, counts, [pool.few for pool in pools], rest=rest // 2)
     rest += least - _bytes(pools, counts)
-    counts = _raised(pools, counts, [pool.most for pool in pools], rest)
+    counts = _raised(pools, counts, [pool.most for pool in pools], rest=rest)
     cache_bytes = _bytes(pools, counts)
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
@@ -159,8 +159,8 @@ def _pool_limits(room: Room, cache: CacheSizes) -> list[PoolLimits]:
     by_size = token_bytes * size * most // STATE_PART // max(1, state_bytes)
     snapshots = max(SNAPSHOTS * sequences, min(by_size, MOST_SNAPSHOTS))
     few = min(FEW, sequences)
-    pools.append(PoolLimits(STATES * state_bytes, 1, sequences, few))
-    pools.append(PoolLimits(state_bytes, 0, snapshots, SNAPSHOTS * few))
+    pools.append(PoolLimits(STATES * state_bytes, 1, sequences, few=few))
+    pools.append(PoolLimits(state_bytes, 0, snapshots, few=SNAPSHOTS * few))
     if config.kv_blocks:
         pools = [pool._replace(least=pool.most) for pool in pools]
     return pools

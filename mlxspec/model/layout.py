@@ -96,7 +96,7 @@ class LayoutChoice:
         """A runner in this layout with `blocks` in its pool; `make` is its type, `options` are
         Runner's others."""
         options |= {"lone": self.lone, "rollback": self.rollback}
-        return make(model, self.layout, block_size, blocks, **options)
+        return make(model, self.layout, block_size, blocks=blocks, **options)
 
     def cases(self, model: Module, block_size: int, kv_bits: int = 0) -> list[Case]:
         """The kernels to verify for the model."""
@@ -280,7 +280,7 @@ def find_layout(
             if wanted not in ("auto", layout):
                 continue
             try:
-                runner = Runner(model, layout, BLOCK, BLOCKS, lone=lone, rollback=rollback)
+                runner = Runner(model, layout, BLOCK, blocks=BLOCKS, lone=lone, rollback=rollback)
                 if not (rollback or runner.states.layers):
                     continue  # the same as with rollback
                 with group.together():
@@ -296,11 +296,11 @@ def find_layout(
                 layout,
                 runner.trunk is not None,
                 lone,
-                _cache_bytes(runner, caches, kv_bits),
-                reference[0].shape[-1],
-                tuple(refused),
-                rollback,
-                sure,
+                cache_bytes=_cache_bytes(runner, caches, kv_bits),
+                vocab=reference[0].shape[-1],
+                refused=tuple(refused),
+                rollback=rollback,
+                sure=sure,
             )
     raise UnsupportedModel(
         "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused),

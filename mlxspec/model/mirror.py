@@ -156,7 +156,7 @@ class MirroredRunner(Runner):
     def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
         number = 0
         with self._group.together():
-            placed = super().place(group, blocks, arrays, which)
+            placed = super().place(group, blocks, arrays, which=which)
         if group == STATE:
             placed = self._snapshot(placed)
             number = placed.number
@@ -211,7 +211,7 @@ class Follower:
             case "found", seconds:
                 self.group.gather(_in_hex(self._found(seconds)), TIMEOUT_S)
             case "place", number, group, blocks, which:
-                self._held[number] = runner.place(group, blocks, self._arrays, which)
+                self._held[number] = runner.place(group, blocks, self._arrays, which=which)
             case "unload", seconds:
                 self.engine.close(seconds)
 
@@ -244,7 +244,11 @@ class Follower:
         number, new, tokens, tables, state, rows, draft, masks = told
         if new:
             index, length, pooling, sampling = new
-            self._held[number] = SeqState(Sampling(**sampling), index, length, pooling), [], []
+            self._held[number] = (
+                SeqState(Sampling(**sampling), index, length, pooling=pooling),
+                [],
+                [],
+            )
         kept, known, own = self._held[number]
         known += tokens
         if tables:

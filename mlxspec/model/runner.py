@@ -85,7 +85,7 @@ class Runner:
         self.layout = layout
         self.lone = lone or layout == "solo"
         pools = {None: blocks} | dict(windows or {})
-        self.view = View(block_size, pools, dict(pools), layout == "gather", kv_bits)
+        self.view = View(block_size, pools, dict(pools), dense=layout == "gather", kv_bits=kv_bits)
         self._split = False
         self.highest: Callable[[], Sequence[int]] = lambda: [0 for _ in pools]
         self.caches: list[Any] = []

@@ -106,12 +106,12 @@ def sample(
         [_temperature(row) for row in rows],
         [seed32(row.sampling.seed, row.span.kept.index) for row in rows],
         [row.position for row in rows],
-        [row.mask for row in rows],
-        shift,
-        _floors(x, rows),
-        checked,
+        masks=[row.mask for row in rows],
+        shift=shift,
+        min_logits=_floors(x, rows),
+        checked=checked,
     )
-    tokens, accepted = sample_accept(x, draws, inputs, drafts_of(rows))
+    tokens, accepted = sample_accept(x, draws, inputs, drafts=drafts_of(rows))
     return Sampled(tokens, accepted, _logprobs(logits, tokens, max(wanted)) if wanted else ())
 
 

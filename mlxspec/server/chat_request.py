@@ -75,8 +75,8 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     and ApiError."""
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
     talk, prompt = render_prompt(model, chat)
-    request = engine_request(model, body, id, prompt.ids, chat.source)
-    grammar = _grammar(model, body, chat, talk, prompt)
+    request = engine_request(model, body, id, prompt=prompt.ids, source=chat.source)
+    grammar = _grammar(model, body, chat, talk=talk, prompt=prompt)
     # No more reasoning than the server's setting, the request and its word of effort all allow.
     budgets = [model.server.config.thinking_budget, chat.budget]
     if not template_reads(tokenizer, "reasoning_effort"):
@@ -87,7 +87,9 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         """Of each choice, once the grammar is compiled."""
         inner = grammar and grammar.result()()
         if limits and form.think_start:
-            return ThinkingBudget(form, tokenizer.decode, min(limits), prompt.thinking, inner)
+            return ThinkingBudget(
+                form, tokenizer.decode, min(limits), thinking=prompt.thinking, inner=inner
+            )
         return inner
 
     if grammar or (limits and form.think_start):
@@ -95,7 +97,9 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     choices = []
     for index in range(body.n):
-        reader = Detokenizer(tokenizer, body.stop, request.stop_tokens, chat.continued)
+        reader = Detokenizer(
+            tokenizer, body.stop, request.stop_tokens, prompt_text_continues=chat.continued
+        )
         parser = OutputParser(
             tokenizer,
             tools,
@@ -106,7 +110,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         single = not body.parallel_tool_calls
         choices.append(Choice(index, request, reader, parser=parser, single=single))
     remember_all = partial(_remember, model, talk, prompt, choices)
-    return Prepared([request], choices, grammar, partial(model.server.later, remember_all))
+    return Prepared([request], choices, grammar, on_done=partial(model.server.later, remember_all))
 
 
 def _remember(
@@ -125,7 +129,7 @@ def _remember(
         cut = cut or talk.continued
         if choice.finish == "stop" and not cut and choice.ids[-1] in tokenizer.eos_token_ids:
             [turn] = canonical([message(choice)])
-            remember(tokenizer, talk, prompt, turn, choice.ids, history)
+            remember(tokenizer, talk, prompt, answer=turn, ids=choice.ids, history=history)
 
 
 def render_prompt(
@@ -135,10 +139,17 @@ def render_prompt(
 ) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
     options = {name: value for name, value in chat.options.items() if value is not None}
-    talk = conversation_of(chat.messages, chat.tools, options, model.history)
+    talk = conversation_of(chat.messages, chat.tools, options, history=model.history)
     talk = replace(talk, continued=chat.continued)
     context = model.info.context
-    prompt = render(model.tokenizer, talk, model.history, generation_prompt, context, chat.source)
+    prompt = render(
+        model.tokenizer,
+        talk,
+        model.history,
+        generation_prompt=generation_prompt,
+        context=context,
+        field=chat.source,
+    )
     return talk, prompt
 
 
@@ -233,7 +244,7 @@ def _grammar(
     for loose in (False, True):
         rules = [] if required else [header + json_rule(form.value, form.field)]
         if calls:
-            rules.append(grammars.calls(talk.tools, name, single, form.field, loose))
+            rules.append(grammars.calls(talk.tools, name, single, where=form.field, loose=loose))
         texts.append(grammars.rules(rules))
     return grammars.compile(texts[0], prompt.thinking, form.field, instead=texts[1])
 
@@ -253,5 +264,5 @@ def encode_prompt(
     field: str = "prompt",
 ) -> list[int]:
     """Token ids of a field. Raises RejectedRequest for a text far beyond the context."""
-    check_length(model.tokenizer, text, model.info.context, field)
+    check_length(model.tokenizer, text, model.info.context, field=field)
     return encode(model.tokenizer, text, special)

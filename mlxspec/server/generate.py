@@ -52,8 +52,8 @@ async def respond(
     raises, which gets model, body, the response's id and `args`."""
     arrived = time.monotonic()
     prepared = await model.server.on_text_thread(prepare, model, body, writer.id, *args)
-    observer = Observer(model, writer.id, prepared.choices, arrived)
-    return Generation(model, body, writer, prepared, observer)
+    observer = Observer(model, writer.id, prepared.choices, arrived=arrived)
+    return Generation(model, body, writer, prepared=prepared, observer=observer)
 
 
 @dataclass

@@ -70,13 +70,13 @@ class Calibration:
         """Go on measuring; `table` are unused blocks. Calls `check` before each step, and raises
         what it raises."""
         if not self._done:
-            time_step(self.runner, table, self.contexts[0], 1)
+            time_step(self.runner, table, self.contexts[0], rows=1)
         for rows, i in self._steps[self._done :]:
             if self._done >= self._least and self._seconds > SECONDS:
                 break
             check()
             report(self._done, len(self._steps))
-            took = time_step(self.runner, table, self.contexts[i], rows)
+            took = time_step(self.runner, table, self.contexts[i], rows=rows)
             at = i, GRID.index(rows)
             self._best[at] = min(self._best[at], took)
             self._seconds += took

@@ -129,7 +129,7 @@ class Lookup:
         following = tokens[self._cursor : self._cursor + 1]
         if self._misses >= MAX_MISSES or following in ([], [SEPARATOR]):
             return None
-        return self._index.copy("resume", 0, self._cursor - 1, most)
+        return self._index.copy("resume", 0, self._cursor - 1, most=most)
 
     def advance(self, accepted: int) -> None:
         """A round accepted that many tokens and sampled one more."""

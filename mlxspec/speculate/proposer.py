@@ -140,7 +140,7 @@ class Proposer:
             return
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if all(lazy) else "exact"
-        decided = self.control.decide(stats, options, context, mode)
+        decided = self.control.decide(stats, options, context, mode=mode)
         for seq, (depth, proposal) in zip(seqs, decided, strict=True):
             if depth and proposal:
                 yield seq, depth, proposal
@@ -201,7 +201,7 @@ class Proposer:
         mode = "overlap" if step.overlaps else "exact"
         drafts = [e.draft for e in plan if e.draft.source in self._names]
         if not drafts:
-            costs.learn(rows, context, mode, seconds)
+            costs.learn(rows, context, mode, seconds=seconds)
         elif deepest := max(drafts, key=len):  # else a grammar refused all of what was drafted
             own = seconds - costs.step(rows, context, mode)
             for drafter in self.drafters:

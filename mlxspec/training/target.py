@@ -69,6 +69,6 @@ class Target:
         taps = mx.concatenate([self._view.tapped[t] for t in self._view.taps], axis=-1)
         self._view.tapped.clear()
         weight = learned * self._is_drafted[following]
-        made = Batch(tokens, taps, logits[..., self.drafted], learned, weight)
+        made = Batch(tokens, taps, logits[..., self.drafted], learned=learned, weight=weight)
         mx.eval(made.taps, made.teacher, made.weight)
         return made

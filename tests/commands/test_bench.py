@@ -107,8 +107,8 @@ def test_an_answer_that_differs_is_seen(
 ) -> None:
     measure = bench.measure
 
-    def differ(*args: object) -> Pairs:
-        pairs = measure(*args)
+    def differ(*args: object, **how: int) -> Pairs:
+        pairs = measure(*args, **how)
         pairs[0][2].pop()
         return pairs
 

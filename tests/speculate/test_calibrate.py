@@ -76,8 +76,9 @@ def test_a_disturbed_measurement_makes_no_more_rows_dear(
     def took(runner: Runner, table: list[int], context: int, rows: int) -> float:
         return rows + context / 64
 
-    def disturbed(runner: Runner, table: list[int], *at: int) -> float:
-        return 99.0 if at == (context, rows) else took(runner, table, *at)
+    def disturbed(runner: Runner, table: list[int], at: int, **how: int) -> float:
+        here = (at, how["rows"]) == (context, rows)
+        return 99.0 if here else took(runner, table, at, **how)
 
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(module, "time_step", took)

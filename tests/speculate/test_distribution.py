@@ -75,12 +75,16 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be drafted is, so that few seeds tell much."""
 
     def decide(
-        self: Controller, pilots: list[AcceptanceRate], options: list[list[Proposal]], *_: Any
+        self: Controller,
+        pilots: list[AcceptanceRate],
+        options: list[list[Proposal]],
+        *_: Any,
+        **__: Any,
     ) -> list[Any]:
         return [(len(some[0].rates), some[0]) if some else (0, None) for some in options]
 
     monkeypatch.setattr(Controller, "decide", decide)
-    monkeypatch.setattr(Costs, "learn", lambda *a: None)
+    monkeypatch.setattr(Costs, "learn", lambda *_, **__: None)
 
 
 def engine(kind: str) -> tiny.Engine:

@@ -28,7 +28,7 @@ BLOCK = 8
 
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Costs, "learn", lambda *a: None)
+    monkeypatch.setattr(Costs, "learn", lambda *_, **__: None)
 
 
 @functools.cache
@@ -322,7 +322,7 @@ def test_it_follows_a_target_that_rolls_drafts_back(monkeypatch: pytest.MonkeyPa
     def three(p, options, *_):
         return [(3, some[-1]) if some else (0, None) for some in options]
 
-    monkeypatch.setattr(Controller, "decide", lambda self, *args: three(*args))
+    monkeypatch.setattr(Controller, "decide", lambda self, *args, **_: three(*args))
     draft = HeadDrafter.draft
 
     def checked(self: HeadDrafter, plan: Sequence[Entry], previous: Any) -> None:

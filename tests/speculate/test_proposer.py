@@ -31,7 +31,7 @@ COPIES = {"lookup", "resume", "suffix"}
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs as given: what a step takes on a busy machine must not decide what is drafted."""
-    monkeypatch.setattr(Costs, "learn", lambda *a: None)
+    monkeypatch.setattr(Costs, "learn", lambda *_, **__: None)
 
 
 @functools.cache
@@ -442,7 +442,7 @@ def test_a_model_that_raises_leaves_copies(
 def test_a_token_that_a_grammar_refuses_counts_as_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a head whose drafts a grammar refuses would draft for ever."""
     learned = []
-    monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
+    monkeypatch.setattr(Costs, "learn", lambda self, *told, **_: learned.append(told))
     keys = [("model", "likeliest", n) for n in (1, 2)]
     whole = entry(Seq(request()), 20, 1, True, depth=2)
     cut = replace(whole, draft=Draft([], "model", keys))
@@ -460,7 +460,7 @@ def test_a_token_that_a_grammar_refuses_counts_as_rejected(monkeypatch: pytest.M
 def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of it may be in flight where it fails; their time is not the target's."""
     learned = []
-    monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
+    monkeypatch.setattr(Costs, "learn", lambda self, *told, **_: learned.append(told))
     plain = entry(Seq(request()), 20, 1, True)
     drafted = replace(plain, draft=Draft([1, 2], "model"))
     lost: Any = SimpleNamespace(name="model", lazy=True, learn_seconds=lambda *told: None)

@@ -96,7 +96,7 @@ class Store:
 
 def _missing(id: str, param: str | None = None) -> ApiError:
     why = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
-    return ApiError(404, why, param, "not_found")
+    return ApiError(404, why, param, code="not_found")
 
 
 async def create(http: HttpRequest, body: Create, model: TextModel) -> Response | Generation:
@@ -142,7 +142,7 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
         "usage": None,
     }
     by_name = {tool.name: tool for tool in tools.values()} | tools
-    writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
+    writer = ResponsesWriter(response["id"], response, by_name, tokenizer=model.tokenizer)
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
     return await respond(model, body, writer, prepare_chat, asked)

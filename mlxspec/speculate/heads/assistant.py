@@ -92,7 +92,7 @@ class AssistantPass(Pass):
         # A sliding layer sees what the newest token would, less that token itself.
         target = runner.view
         blocks = {window and window - 1: n for window, n in target.num_blocks.items()}
-        self.view = View(target.block_size, blocks, {}, target.dense)
+        self.view = View(target.block_size, blocks, {}, dense=target.dense)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
     def draw(self, rows: HeadInput, chain: Chain) -> None:
@@ -149,15 +149,15 @@ def load_assistant(files: HeadFiles, target: nn.Module) -> HeadModel:
     layers = [make(args, i) for i in range(count)]
     reads = tuple(holders[layer.layer_type] for layer in layers)
     best = files.config.get("centroid_intermediate_top_k", 32)
-    module = Assistant(layers, args, size, reads, clusters, best)
+    module = Assistant(layers, args, size, reads=reads, clusters=clusters, best=best)
     load_tensors(files, module, tensors)
     trunk = trunk_of(target)
     return HeadModel(
         "assistant",
         AssistantPass,
         module,
-        lambda tokens: trunk.embed_tokens(tokens) * trunk.embed_scale,
-        module.logits,
-        size,
+        embed=lambda tokens: trunk.embed_tokens(tokens) * trunk.embed_scale,
+        lm_head=module.logits,
+        width=size,
         kv_layers=0,
     )

@@ -34,7 +34,7 @@ class BlockCache:
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         size = self.pages.view.block_size
         pools = self.pages.pools()
-        keys, values = [gather(pool, self.blocks, size, slice(None)) for pool in pools]
+        keys, values = [gather(pool, self.blocks, size, keep=slice(None)) for pool in pools]
         return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
 
 
@@ -96,7 +96,7 @@ class BlockPass(Pass):
         width = max(1, high - low)
         blocks = Blocks(block_array([e.tables[0][low : low + width] for e in drafting], width))
         slots = low * size + mx.arange(width * size)
-        return blocks, block_mask(slots, starts, rows, window, causal)
+        return blocks, block_mask(slots, starts, rows, window=window, causal=causal)
 
 
 def block_mask(

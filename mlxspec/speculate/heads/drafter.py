@@ -95,7 +95,7 @@ class HeadDrafter(Drafter):
         costs, made = self.costs, []
         for how in ("drawn", LIKELIEST) if seq.request.sampling.temperature > 0 else ("greedy",):
             keys = [(self.name, how, i + 1) for i in range(most)]
-            made.append(Proposal(self.name, (), costs.token, costs.fixed, keys))
+            made.append(Proposal(self.name, (), costs.token, fixed=costs.fixed, rate_keys=keys))
         return made
 
     def draft(self, plan: Plan, previous: Step | None) -> None:

@@ -57,7 +57,7 @@ def load_medusa(files: HeadFiles, target: nn.Module) -> HeadModel:
     places = [name.split(".") for name in files.tensors]
     heads = 1 + max(int(place[0]) for place in places)
     blocks = max(int(place[1]) for place in places)
-    module = Medusa(heads, blocks, size, vocab)
+    module = Medusa(heads, blocks, size, vocab=vocab)
     load_tensors(files, module, {f"heads.{name}": x for name, x in files.tensors.items()})
     return HeadModel(
         "medusa",

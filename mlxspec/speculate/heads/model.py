@@ -54,7 +54,9 @@ class Pass:
         blocks: dict[int | None, int] = {None: target.num_blocks[None]}
         self.head = head
         first = head.slot_offset
-        self.view = View(target.block_size, blocks, target.allocated, target.dense, first=first)
+        self.view = View(
+            target.block_size, blocks, target.allocated, dense=target.dense, first=first
+        )
         self.pages = [Pages(self.view, None) for _ in range(head.kv_layers)]
         attention.install(head.module)
 

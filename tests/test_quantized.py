@@ -10,8 +10,8 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlxspec.model.layout import find_layout
 from mlxspec.sequences import Draft
-from tests import tiny
-from tests.rows import in_turn
+from tests.support import tiny
+from tests.support.parameter_rows import in_turn
 from tests.support.spans import span
 from tests.test_lossless import (
     BLOCK,

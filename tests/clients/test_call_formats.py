@@ -13,7 +13,7 @@ from mlxspec.text.formats import KNOWN, format_of, written_by
 from tests.clients.conftest import BROKEN, MENDED, World
 from tests.clients.script import DONE, MARKS, TEMPLATE, Play, steps, think
 from tests.clients.test_agents import AGENTS
-from tests.tiny_tokenizer import save_tokenizer
+from tests.support.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.slow
 

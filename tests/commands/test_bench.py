@@ -14,9 +14,9 @@ from mlxspec.commands.bench import Answer, Pairs, Task
 from mlxspec.engine.engine import Engine
 from mlxspec.text.chat import encode, load_tokenizer, render_chat
 from mlxspec.types import ModelInfo, Output
-from tests import tiny
-from tests.liar import NoisyOracle
-from tests.tiny_tokenizer import save_tokenizer
+from tests.support import tiny
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.tiny_tokenizer import save_tokenizer
 
 TOKENS = 24
 PROMPTS = {f"p{i}": tuple((7 * i + 3 * at) % tiny.VOCAB for at in range(20 + i)) for i in range(4)}

@@ -18,7 +18,7 @@ from mlxspec.config import Config
 from mlxspec.model.hub import storage_name
 from tests.heads import packagings
 from tests.heads.packagings import SIDECAR
-from tests.tiny_tokenizer import save_tokenizer
+from tests.support.tiny_tokenizer import save_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.model.batch import Forward
 from mlxspec.model.runner import Layout
 from mlxspec.types import NULL_BLOCK, Logprob, Sampling
-from tests import tiny
-from tests.liar import NoisyOracle
+from tests.support import tiny
+from tests.support.noisy_oracle import NoisyOracle
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler, cut_at_stop
 from mlxspec.sequences import Draft, Entry, Seq
 from mlxspec.types import Output, Request, UserError
-from tests import tiny
+from tests.support import tiny
 
 VOCAB = 7
 SIZE = 4

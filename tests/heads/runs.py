@@ -24,9 +24,9 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request, Sampling
-from tests import tiny
-from tests.drafters import costs
 from tests.heads.packagings import DATA, SIDECAR, TARGET, Tensors, read_json
+from tests.support import tiny
+from tests.support.drafters import costs
 
 BLOCK = 8
 LATE = 3  # steps

@@ -17,9 +17,9 @@ from mlxspec.speculate import calibrate
 from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.types import Interrupted, Request
-from tests import tiny
-from tests.load.test_loader import settings
-from tests.load.test_loader_heads import BLOCK, both
+from tests.load.test_loader_heads import BLOCK
+from tests.support import tiny
+from tests.support.checkpoints import both, settings
 
 ROOM = 64 + MEASURED // BLOCK  # blocks: to measure, and to try the head
 

@@ -13,8 +13,8 @@ from mlxspec.model import recurrent
 from mlxspec.model.runner import Runner
 from mlxspec.sequences import Draft, Entry, Seq, SeqState, Span
 from mlxspec.types import UserError
-from tests import tiny
-from tests.liar import NoisyOracle
+from tests.support import tiny
+from tests.support.noisy_oracle import NoisyOracle
 from tests.support.spans import span
 
 PROMPT = tuple(range(40, 53))
@@ -148,7 +148,7 @@ def test_what_is_not_recorded_is_refused() -> None:
 
 def wide() -> Runner:
     """A model whose convolutions read far more than their state keeps."""
-    from tests import architectures
+    from tests.support import architectures
 
     config = architectures.config("lfm2") | dict(
         hidden_size=1024, block_dim=1024, num_hidden_layers=2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mlxspec.text.chat import load_tokenizer
-from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
+from tests.support.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 
 @pytest.fixture(scope="session")

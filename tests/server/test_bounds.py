@@ -17,7 +17,7 @@ from mlxspec.server.body import MAX_BODIES, MAX_ITEMS
 from mlxspec.server.openai import schema as openai
 from mlxspec.server.responses import schema as responses
 from mlxspec.text.rewrites import merged
-from tests.server.scripted import MESSAGES, Connection, server
+from tests.support.scripted import MESSAGES, Connection, server
 
 pytestmark = pytest.mark.anyio
 

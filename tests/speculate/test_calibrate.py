@@ -18,7 +18,7 @@ from mlxspec.speculate.calibrate import (
     contexts_in,
 )
 from mlxspec.speculate.controller import GRID
-from tests import tiny
+from tests.support import tiny
 
 SIZE = 16
 CONTEXTS = (64, 12 * SIZE - 33)

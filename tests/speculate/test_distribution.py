@@ -16,10 +16,10 @@ from mlx.utils import tree_map
 
 from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Proposal
 from mlxspec.types import Request
-from tests import tiny
-from tests.drafters import attach, copies, like
-from tests.liar import NoisyOracle
-from tests.rows import in_turn
+from tests.support import tiny
+from tests.support.drafters import attach, copies, like
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.parameter_rows import in_turn
 
 PROMPT = (5, 6, 7)
 TOKENS = (17, 58, 141, 272)

@@ -18,9 +18,9 @@ from mlxspec.speculate.controller import Controller, Costs
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request
-from tests import tiny
-from tests.drafters import attach, like, small_model
-from tests.rows import in_turn
+from tests.support import tiny
+from tests.support.drafters import attach, like, small_model
+from tests.support.parameter_rows import in_turn
 
 N = 24
 BLOCK = 8

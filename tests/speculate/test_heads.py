@@ -18,9 +18,9 @@ from mlxspec.speculate.heads import drafter
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Sampling
-from tests import tiny
 from tests.heads import packagings, runs
 from tests.heads.packagings import FORMS, FOUR_BITS, MXFP4, SIDECAR, WHOLE, WRITERS
+from tests.support import tiny
 
 Params = Mapping[str, mx.array]
 

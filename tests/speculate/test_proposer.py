@@ -18,9 +18,9 @@ from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.ngram import FIRST_RATE, bucket
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import MAX_DEPTH, Request
-from tests import tiny
-from tests.drafters import KINDS, attach, copies, costs, like, small_model
-from tests.rows import in_turn
+from tests.support import tiny
+from tests.support.drafters import KINDS, attach, copies, costs, like, small_model
+from tests.support.parameter_rows import in_turn
 from tests.support.spans import entry
 
 PROMPT = [5, 6, 7, 8] * 5

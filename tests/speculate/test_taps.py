@@ -14,9 +14,9 @@ from mlxspec.sequences import Accepted, Entry, Seq
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import FINAL_NORM, Request, Tap
-from tests import tiny
-from tests.drafters import costs
-from tests.liar import NoisyOracle
+from tests.support import tiny
+from tests.support.drafters import costs
+from tests.support.noisy_oracle import NoisyOracle
 from tests.support.spans import span
 
 PROMPTS = {"long": tuple(range(40, 75)), "fork": (*range(40, 60), 3, 4, 5), "one": (7,)}

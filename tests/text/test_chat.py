@@ -18,7 +18,7 @@ from mlxspec.text.chat import (
     template_reads,
 )
 from mlxspec.types import Sampling, UserError
-from tests.tiny_tokenizer import TEMPLATE, save_tokenizer
+from tests.support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
 STRICT = (  # alternates, system first only, as many models' templates demand
     "{% for m in messages %}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxspec.text.chat import encode, load_tokenizer
 from mlxspec.text.detokenizer import Detokenizer, token_bytes
-from tests.tiny_tokenizer import Kind, save_tokenizer
+from tests.support.tiny_tokenizer import Kind, save_tokenizer
 
 END = 299
 

@@ -7,7 +7,7 @@ import pytest
 
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.text.fim import fill_in_middle
-from tests.tiny_tokenizer import save_tokenizer
+from tests.support.tiny_tokenizer import save_tokenizer
 
 QWEN = "<|fim_prefix|> <|fim_suffix|> <|fim_middle|>"
 FAMILIES = {

@@ -19,9 +19,9 @@ from mlxspec.text.history import History
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.proof import MARKUP, call_support, unread
 from mlxspec.text.structured.grammar import Grammars
+from tests.support.tiny_tokenizer import save_tokenizer
 from tests.text.call_formats import MADE_UP, TEMPLATES
 from tests.text.test_grammar import ids as tokens_of
-from tests.tiny_tokenizer import save_tokenizer
 
 STRING = {"type": "string"}
 FIELDS = {

@@ -9,7 +9,7 @@ from mlxspec.text import history as module
 from mlxspec.text.chat import conversation_of, encode, load_tokenizer, remember, render
 from mlxspec.text.history import History
 from mlxspec.text.output_parser import Call, OutputParser
-from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
+from tests.support.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {"type": "object"}}}]
 END = "<|im_end|>"

@@ -17,7 +17,7 @@ from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
-from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
+from tests.support.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
 VOCAB = 330
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.text.output_parser import OutputParser, Part
 from mlxspec.text.tool_calls import as_object
-from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
+from tests.support.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
 TOOLS = [
     {

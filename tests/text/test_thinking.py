@@ -14,8 +14,8 @@ from mlxspec.text.formats import format_of
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.text.structured.thinking import ThinkingBudget
+from tests.support.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 from tests.text.test_grammar import VOCAB, ids
-from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 WORDS = {1: "<", 2: "think", 3: ">", 4: "\n", 5: "yes", 6: "</", 7: "think>"}
 # A model whose markers take several tokens.

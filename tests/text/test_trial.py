@@ -16,7 +16,7 @@ from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.structured import trial
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
-from tests.tiny_tokenizer import save_tokenizer
+from tests.support.tiny_tokenizer import save_tokenizer
 
 ENDLESS = (
     'start: %json {"multipleOf": 9999991}'  # 264 s and 5.6 GB, if nothing ends it; no client's

@@ -78,6 +78,9 @@ class Span:
         return 1 + len(self.draft) if self.samples else 0
 
 
+Spans = Sequence[Span]  # of a forward
+
+
 @dataclass(slots=True, eq=False)
 class Seq:
     """One choice of a request while it runs.

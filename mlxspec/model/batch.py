@@ -18,14 +18,13 @@ from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
 from mlxspec.model.recurrent import StateRecorder, by_span
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.sequences import Entry, SeqState, Span
+from mlxspec.sequences import Entry, SeqState, Span, Spans
 from mlxspec.types import NOT_FINITE, NULL_BLOCK, Logprob, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
 Shift = Array | None
 Result = tuple[list[int], list[Logprob]]  # of one entry
-Spans = Sequence[Span]
 S = TypeVar("S", bound=Span)
 # bool [n]: what is NaN, and which of it is whose.
 NaNs = tuple[Array, Sequence[tuple[Span, slice]]]

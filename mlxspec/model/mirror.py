@@ -19,7 +19,7 @@ from mlxspec.model.batch import Forward, S
 from mlxspec.model.parallel import TIMEOUT_S, ProcessGroup
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Sampled
-from mlxspec.sequences import Draft, SeqState, Span
+from mlxspec.sequences import Draft, SeqState, Span, Spans
 from mlxspec.types import STATE, Sampling, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
@@ -49,7 +49,7 @@ class MirroredRunner(Runner):
         self._group, self._name = group, name
         # Number, tokens and tables of each sequence that the followers know.
         self._told = WeakKeyDictionary[SeqState, tuple[int, int, list[list[int]]]]()
-        self._plans = deque[Sequence[Span]](maxlen=STEPS)
+        self._plans = deque[Spans](maxlen=STEPS)
 
     def _call(self, what: str, *args: Any) -> None:
         self._group.call(self._name, what, self.highest(), *args)

@@ -21,11 +21,10 @@ from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache
 
 from mlxspec.kernels.reference import finite
-from mlxspec.sequences import SeqState, Span
+from mlxspec.sequences import SeqState, Span, Spans
 from mlxspec.types import Json, Tap, UnsupportedModel
 
 StateArrays = tuple[Array, ...]
-Spans = Sequence[Span]
 # int32 [B], the rows that stand of each sequence, at least 1 -> the batch's state [B, ...] after.
 Replay = Callable[[Array], Array]
 

@@ -23,7 +23,6 @@ from mlxspec.model.batch import (
     NaNs,
     S,
     Shift,
-    Spans,
     bucket,
     build_inputs,
     fill_view,
@@ -38,7 +37,7 @@ from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk
-from mlxspec.sequences import Span
+from mlxspec.sequences import Span, Spans
 from mlxspec.types import FINAL_NORM, STATE, Tap
 
 FIRST_BLOCKS = 32  # of a pool that grows

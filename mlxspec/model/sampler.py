@@ -16,7 +16,7 @@ from mlx.core import array as Array
 
 from mlxspec.kernels.reference import Draws, allow
 from mlxspec.kernels.sampling import sample_accept
-from mlxspec.sequences import Span
+from mlxspec.sequences import Span, Spans
 from mlxspec.types import COLDEST, NARROW, NOT_FINITE, Logprob, Sampling
 
 
@@ -50,7 +50,7 @@ class SampledRow:
 Rows = Sequence[SampledRow]
 
 
-def rows_of(spans: Sequence[Span]) -> list[SampledRow]:
+def rows_of(spans: Spans) -> list[SampledRow]:
     """The sampled rows of a forward, in the spans' order."""
     rows = []
     end = 0

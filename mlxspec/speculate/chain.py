@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxspec import log
 from mlxspec.model.batch import Shift
 from mlxspec.model.sampler import SampledRow, sample
-from mlxspec.sequences import Entry, Plan, Span
+from mlxspec.sequences import Entry, Plan, Span, Spans
 from mlxspec.speculate.controller import corrected
 from mlxspec.types import Sampling
 
@@ -76,7 +76,7 @@ class Chain:
     int32 [depth] of each.
     """
 
-    spans: Sequence[Span]
+    spans: Spans
     depths: Sequence[int]
     samplings: Sequence[Sampling]
     shift: Shift

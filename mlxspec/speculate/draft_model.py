@@ -5,7 +5,6 @@ Rule: its KV lies under the target's block ids, in pools of its own, so that a p
 both. What a step in flight will bring is taken lazily from it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from mlx.core import array as Array
 
 from mlxspec.model.batch import Shift, build_inputs, starts_of
 from mlxspec.model.runner import Runner, flat_caches
-from mlxspec.sequences import Seq, Span
+from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass, unchanged
 from mlxspec.types import UNLIMITED
@@ -30,7 +29,7 @@ class DraftModel:
     own_vocab: int = UNLIMITED
     context: int = UNLIMITED
 
-    def __call__(self, spans: Sequence[Span], ids: Array, shift: Shift) -> Array:
+    def __call__(self, spans: Spans, ids: Array, shift: Shift) -> Array:
         """Logits [n, vocab] of the sampled rows: -inf for tokens that the draft model lacks."""
         ids = mx.minimum(ids, self.own_vocab - 1)
         logits = self.runner.forward_rows(spans, ids, shift)[:, : self.vocab]

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlxspec.kernels.reference import Blocks, block_array, gather
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages
-from mlxspec.sequences import Span
+from mlxspec.sequences import Spans
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
 
@@ -83,7 +83,7 @@ class BlockPass(Pass):
 
     def _context(
         self,
-        drafting: Sequence[Span],
+        drafting: Spans,
         starts: mx.array,
         rows: int,
         window: int | None,

@@ -16,7 +16,7 @@ from mlxspec.model.batch import Shift, sampled_rows
 from mlxspec.model.layout import CacheBytes
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
-from mlxspec.sequences import Seq, Span
+from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.types import FINAL_NORM, Tap
 
@@ -27,7 +27,7 @@ class HeadInput:
     of the target's hidden states [T, D], those `slot_offset` positions before. Where drafts are in
     flight, a run has the rows of all samples, of which one is of the newest token."""
 
-    spans: Sequence[Span]
+    spans: Spans
     tokens: Array
     hidden: Array
 

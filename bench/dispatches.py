@@ -33,8 +33,9 @@ from mlxspec.kernels.trial import Verdict  # noqa: E402
 from mlxspec.kernels.verify import KERNELS  # noqa: E402
 from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model.layout import load, load_weights  # noqa: E402
+from mlxspec.sequences import Entry  # noqa: E402
 from mlxspec.speculate import NoSpeculation  # noqa: E402
-from mlxspec.types import Entry, Request, Sampling  # noqa: E402
+from mlxspec.types import Request, Sampling  # noqa: E402
 
 WARM = 4  # steps before the one that is counted, which needs no new block
 CONTEXT = 40  # tokens of a sequence when its step is counted

@@ -39,8 +39,9 @@ from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model import attention  # noqa: E402
 from mlxspec.model.batch import Step  # noqa: E402
 from mlxspec.model.pages import Pages  # noqa: E402
+from mlxspec.sequences import Entry  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
-from mlxspec.types import Entry, ModelInfo, Request, Sampling  # noqa: E402
+from mlxspec.types import ModelInfo, Request, Sampling  # noqa: E402
 
 SWITCH_S = 5e-5  # a thread that has seen something waits so long at most for the interpreter
 

@@ -125,7 +125,7 @@ def bench(
     log_to_stderr(config.log_level)
     from mlxspec.commands.bench import bench
 
-    sys.exit(bench(config, workload, max_tokens, streams))
+    sys.exit(bench(config, workload, max_tokens, streams=streams))
 
 
 @app.command()
@@ -169,7 +169,7 @@ def train(
     log_to_stderr("warning")
     from mlxspec.commands.train import Options, Server, train
 
-    options = Options(data, tokens, epochs, draft_vocab_size)
+    options = Options(data, tokens, epochs, vocabulary=draft_vocab_size)
     sys.exit(train(config, options, Server(*server_of(url, api_key))))
 
 

@@ -46,7 +46,7 @@ def request(
         if not kind or not parts.hostname:
             raise ClientError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
         with closing(kind(parts.hostname, parts.port, timeout=timeout)) as connection:
-            connection.request(method, parts.path + path, data, headers)
+            connection.request(method, parts.path + path, data, headers=headers)
             response = connection.getresponse()
             if response.status != 200:
                 message = printable(str(json.loads(response.read(MAX_LINE))["error"]["message"]))

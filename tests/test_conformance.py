@@ -20,8 +20,8 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.layout import LayoutChoice, find_layout
 from mlxspec.model.recurrent import own
 from mlxspec.types import UserError
-from tests import tiny
-from tests.architectures import (
+from tests.support import tiny
+from tests.support.architectures import (
     LAYOUTS,
     SPECIAL,
     UNSTEADY,
@@ -32,7 +32,7 @@ from tests.architectures import (
     label,
     read,
 )
-from tests.liar import NoisyOracle
+from tests.support.noisy_oracle import NoisyOracle
 
 BLOCK = 8
 N = 8

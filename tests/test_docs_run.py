@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.heads import kinds
-from tests.processes import Server
+from tests.support.processes import Server
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("README.md", "docs/start.md")  # what a newcomer types

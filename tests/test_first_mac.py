@@ -11,7 +11,7 @@ import pytest
 from mlxspec.commands.bench import figures
 from mlxspec.commands.table import print_table
 from mlxspec.types import Output
-from tests.model.test_layout import save
+from tests.support.checkpoints import save
 from tests.tiny_tokenizer import save_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts/first-mac"

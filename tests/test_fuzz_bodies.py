@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from mlxspec.text.structured import trial
-from tests.load.test_resolve import save
-from tests.processes import Server
-from tests.test_bad_input import BODIES, VALUES
+from tests.support.bad_values import BODIES, VALUES
+from tests.support.processes import Server
+from tests.support.served_model import save
 from tests.test_fuzz_wire import EXTRA_S, TRIES, Client, Noise, Place, beside
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,8 @@ from threading import Event
 import pytest
 
 from mlxspec.server.app import ENDPOINTS
-from tests.load.test_resolve import save
-from tests.processes import Server
+from tests.support.processes import Server
+from tests.support.served_model import save
 
 pytestmark = pytest.mark.slow
 

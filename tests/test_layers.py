@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PLAIN = {"mlxspec", "types", "config", "files", "progress"}
+PLAIN = {"mlxspec", "types", "sequences", "config", "files", "progress"}
 MODEL = PLAIN | {"blas", "kernels", "model"}
 ENGINE = MODEL | {"cache", "speculate", "engine"}
 SERVER = ENGINE | {"metrics", "text", "load", "server", "training.recorder"}
@@ -22,6 +22,7 @@ SERVER = ENGINE | {"metrics", "text", "load", "server", "training.recorder"}
 MAY_IMPORT = {
     "mlxspec": set(),
     "types": set(),
+    "sequences": {"types"},
     "config": {"mlxspec", "types", "files"},
     "files": set(),
     "progress": {"mlxspec"},

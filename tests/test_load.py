@@ -31,11 +31,10 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
-from tests import tiny
-from tests.drafters import attach_head
-from tests.server.live import serving
-from tests.server.test_fim import PSM
-from tests.tiny_tokenizer import save_tokenizer
+from tests.support import tiny
+from tests.support.drafters import attach_head
+from tests.support.live import serving
+from tests.tiny_tokenizer import PSM, save_tokenizer
 
 SLOTS, QUEUE = 4, 60
 BLOCKS = 200
@@ -416,7 +415,7 @@ from pathlib import Path
 from mlxspec.config import Config
 from mlxspec.server.process import bind, serve
 from mlxspec.text.chat import load_tokenizer
-from tests.server.scripted import server
+from tests.support.scripted import server
 from tests.tiny_tokenizer import save_tokenizer
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # behind mlx_lm, which sets its own

@@ -16,8 +16,8 @@ from mlxspec.engine.engine import Engine
 from mlxspec.kernels import cpu
 from mlxspec.speculate import NoSpeculation
 from mlxspec.types import Request
-from tests import tiers, tiny
-from tests.drafters import (
+from tests.support import disk_cache, tiny
+from tests.support.drafters import (
     ALL_HEADS,
     HEADS,
     KINDS,
@@ -29,8 +29,8 @@ from tests.drafters import (
     copies,
     like,
 )
-from tests.liar import NoisyOracle
-from tests.rows import in_turn, rotated
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.parameter_rows import in_turn, rotated
 
 PAGED = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
 LAYOUTS = [(kind, "rows", False) for kind in PAGED] + [
@@ -304,10 +304,10 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
     later = {**all_of, "turn": turn}
     for asked in (all_of, later):
         e = tiny.engine(model(kind), layout=layout, block=BLOCK, budget=16, rollback=rollback)
-        disk = tiers.attach(e, tmp_path)
+        disk = disk_cache.attach(e, tmp_path)
         for r in equip(e, name, kind, asked).values():
             e.add(r)
-        same(kind, tiers.finish(e, disk), asked)
+        same(kind, disk_cache.finish(e, disk), asked)
         assert drafted(e, name) and disk.close(5)
     assert disk.stats["disk_runs_found"] > 0 and e.counters["cached_tokens"] >= 2 * 4 * BLOCK
 

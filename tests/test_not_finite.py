@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from bench.dispatches import Always
 from mlxspec.engine.engine import Engine
-from mlxspec.kernels import cpu
 from mlxspec.kernels.verify import KERNELS
-from mlxspec.model.trunk import trunk_of
 from mlxspec.types import Output, Request
-from tests import metalsim, tiers, tiny
-from tests.drafters import HEADS, OTHER_HEADS, OWN_HEADS, attach, attach_head, like
-from tests.liar import NoisyOracle
-from tests.rows import in_turn
+from tests import metalsim
+from tests.support import disk_cache, tiny
+from tests.support.drafters import HEADS, OTHER_HEADS, OWN_HEADS, attach, attach_head, like
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.parameter_rows import in_turn
+from tests.support.spoilt import INF, NAN, spoilt_model, with_spoilt
 from tests.test_lossless import BLOCK, requests, same, truth
 
-NAN, INF = float("nan"), float("inf")
 STEPS = (1, 5, 9)  # in which spoilt requests join
 
 
@@ -33,27 +31,6 @@ def unused(kind: str, all_of: dict[str, Request]) -> int:
     """A token that is in no prompt and no answer."""
     seen = {t for r in all_of.values() for t in (*r.prompt, *truth(kind, r))}
     return next(t for t in range(tiny.VOCAB) if t not in seen)
-
-
-def spoilt_model(kind: str, bad: int, value: float = NAN, dtype: Any = mx.float32) -> nn.Module:
-    """A tiny model with an embedding of the token `bad` that is `value`; its lm_head is not."""
-    m = tiny.model(kind)
-    m.set_dtype(dtype)
-    return with_spoilt(m, bad, value)
-
-
-def with_spoilt(m: nn.Module, bad: int, value: float = NAN) -> nn.Module:
-    modules = trunk_of(m).modules()
-    embedding = next(x for x in modules if isinstance(x, nn.Embedding) and "weight" in x)
-    plain = type(embedding)
-
-    def embed(self: Any, tokens: mx.array) -> Any:
-        x = plain.__call__(self, tokens)
-        return mx.where((tokens == bad)[..., None], mx.array(value, x.dtype), x)
-
-    embedding.__class__ = type(plain.__name__, (plain,), {"__call__": embed})
-    cpu.install(m)
-    return m
 
 
 def prompts(bad: int) -> dict[str, list[int]]:
@@ -304,14 +281,14 @@ def test_nothing_of_it_stays_in_the_prefix_cache(kind: str, layout: Any, tmp_pat
     }
     for turn in range(2):
         e = tiny.engine(spoilt_model(kind, bad), layout=layout, block=BLOCK)
-        disk = tiers.attach(e, tmp_path)
+        disk = disk_cache.attach(e, tmp_path)
         e.add(clean)
-        same(kind, tiers.finish(e, disk), {"clean": clean})
+        same(kind, disk_cache.finish(e, disk), {"clean": clean})
         pool = e.scheduler.pool
         before = set(pool.by_key)
         for name, r in prompts.items():
             e.add(r)
-            outputs = tiers.finish(e, disk)
+            outputs = disk_cache.finish(e, disk)
             assert outputs[-1].finish == "error" and outputs[-1].cached <= len(clean.prompt)
             assert tiny.tokens(outputs, name) == ([bad] if name == "answer" else [])
             own = set(pool.chain(r.prompt)) - set(pool.chain(clean.prompt))
@@ -320,7 +297,7 @@ def test_nothing_of_it_stays_in_the_prefix_cache(kind: str, layout: Any, tmp_pat
             assert not states or not {key for key, _ in states.kept} & own
             assert before <= pool.by_key.keys()
         e.add(replace(clean, id="again"))
-        outputs = tiers.finish(e, disk)
+        outputs = disk_cache.finish(e, disk)
         assert outputs[-1].cached >= 5 * BLOCK - 1
         assert disk.close(5) and (not turn or disk.stats["disk_runs_found"])
 

@@ -9,9 +9,10 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlxspec.model.layout import find_layout
-from mlxspec.types import Draft, Entry, Request, Seq
-from tests import tiny
-from tests.rows import in_turn
+from mlxspec.sequences import Draft
+from tests.support import tiny
+from tests.support.parameter_rows import in_turn
+from tests.support.spans import span
 from tests.test_lossless import (
     BLOCK,
     DRAFTERS,
@@ -120,12 +121,8 @@ def test_perplexity_of_smollm2(smollm2: Path) -> None:
     for bits in (0, 8, 4):
         fitted = find_layout(m, kv_bits=bits)
         runner = fitted.runner(m, 32, 16, kv_bits=bits)
-        seq = Seq(
-            Request("text", tuple(tokens), 1), tokens=list(tokens[:1]), table=list(range(1, 16))
-        )
-        logits = runner.forward(
-            [Entry(seq, 0, 1, True, draft=Draft(tokens[1:]))], None
-        ).logits.astype(mx.float32)
+        rows = span(range(1, 16), tokens[:1], 0, 1, draft=Draft(tokens[1:]))
+        logits = runner.forward([rows], None).logits.astype(mx.float32)
         loss = nn.losses.cross_entropy(logits[:-1], mx.array(tokens[1:]), reduction="mean")
         found[bits] = mx.exp(loss).item()
         print(

@@ -13,10 +13,10 @@ import pytest
 from mlxspec.model import parallel
 from mlxspec.model.parallel import WORDS, ProcessGroup, join
 from mlxspec.types import UserError
-from tests.drafters import OTHER_HEADS
-from tests.model.test_layout import save
-from tests.ranks import Group
-from tests.rows import in_turn
+from tests.support.checkpoints import save
+from tests.support.drafters import OTHER_HEADS
+from tests.support.parameter_rows import in_turn
+from tests.support.ranks import Group
 from tests.tiny_tokenizer import save_tokenizer
 
 KINDS = [("llama", "rows"), ("qwen3", "rows"), ("qwen3_moe", "rows"), ("gpt_oss", "rows")]

@@ -21,8 +21,8 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.text.structured import trial
-from tests.model.test_layout import save
-from tests.server.scripted import MESSAGES
+from tests.support.checkpoints import save
+from tests.support.scripted import MESSAGES
 from tests.tiny_tokenizer import save_tokenizer
 
 KINDS = ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)]

@@ -8,7 +8,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.load.loader import load_engine
-from tests import tiny
+from tests.support import tiny
 
 TOKENS = 4096
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from tests import soak
-from tests.churn import CALM, churn
+from tests.support import soak
+from tests.support.churn import CALM, churn
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
 SLACK = 1.1  # of what was held before, and
@@ -33,7 +33,7 @@ def test_churn() -> None:
 
 @pytest.mark.slow
 def test_everything_on() -> None:
-    """30 seconds of what `python -m tests.soak` does for longer."""
+    """30 seconds of what `python -m tests.support.soak` does for longer."""
     seen = soak.soak(30)
     soak.show(seen, 30)
     assert not seen.faults()

@@ -19,7 +19,7 @@ from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.types import Output, Request, Sampling
-from tests.schemas import schemas
+from tests.support.schemas import schemas
 
 pytestmark = pytest.mark.slow
 

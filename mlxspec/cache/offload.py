@@ -15,7 +15,8 @@ from typing import Any
 from mlxspec import log
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import Hashes, KVCacheManager, PrefixMatch
-from mlxspec.types import NULL_BLOCK, STATE, Seq
+from mlxspec.sequences import Seq
+from mlxspec.types import NULL_BLOCK, STATE
 
 RUN_BLOCKS, RUN_BYTES = 16, 1 << 24  # of a file, at most; one block at least
 MIN_GAIN = 4  # blocks that a restore must add to what memory has
@@ -218,7 +219,7 @@ class KVOffloader:
                     self.disk.discard(path)
                 return
             try:
-                if run is None or not self._enter(seq, hashes, lacking, run):
+                if run is None or not self._enter(seq, hashes, lacking, run=run):
                     return
             except KeyError:  # a run that lacks an array
                 self.disk.discard(file)
@@ -243,7 +244,9 @@ class KVOffloader:
         number, first = next(iter(locations.values()))
         if number == STATE:
             assert self.cache.states is not None
-            self.cache.states.put((hashes[first], ()), self.runner.place(STATE, (), run.arrays, ()))
+            self.cache.states.put(
+                (hashes[first], ()), self.runner.place(STATE, (), run.arrays, which=())
+            )
             return True
         pool = self.cache.pools[number]
         blocks = pool.allocate(len(locations))
@@ -254,7 +257,7 @@ class KVOffloader:
             for block, (_, i) in zip(blocks, locations.values(), strict=True):
                 start = i * pool.block_size
                 tokens = tuple(seq.tokens[start : start + pool.block_size])
-                pool.cache(block, pool.parent(hashes, i), tokens, hashes[i])
+                pool.cache(block, pool.parent(hashes, i), tokens, key=hashes[i])
         finally:
             pool.free(blocks)  # one whose hash is cached already has no content
         return True

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.cache.blocks import BlockPool, Tokens
-from mlxspec.types import NULL_BLOCK, Seq
+from mlxspec.sequences import Seq
+from mlxspec.types import NULL_BLOCK
 
 WINDOW_STRIDE = 256  # blocks between the places in a long prompt where its window stays cached
 MIN_PROMPT = 4  # blocks to compute, above which a state before the last token is worth a step
@@ -178,7 +179,7 @@ class KVCacheManager:
         for n, key in enumerate(chain, done):
             content = tuple(seq.tokens[n * size : (n + 1) * size])
             for pool, table in self._tables(seq):
-                pool.cache(table[n], self.pool.parent(hashes, n), content, key)
+                pool.cache(table[n], self.pool.parent(hashes, n), content, key=key)
             hashes.append(key)
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
@@ -248,7 +249,7 @@ class KVCacheManager:
         copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
         seq.block_hashes = list(match.hashes)
         seq.shared = len(match.hashes)
-        seq.state = match.state
+        seq.kept.recurrent = match.state
         seq.computed = match.length
         seq.branch_points = []
         if match.full_length > match.length:
@@ -303,7 +304,7 @@ class KVCacheManager:
         seq.table = []
         seq.windows = [[] for _ in self.windows]
         seq.block_hashes = []
-        seq.state = seq.batch = None
+        seq.kept.recurrent = seq.kept.batch = None
         seq.computed = 0
 
     def check(self, seqs: Iterable[Seq]) -> None:

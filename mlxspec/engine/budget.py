@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mlxspec.types import Plan
+from mlxspec.sequences import Plan
 
 MIN_ROWS = 8  # a prefill always makes progress
 MAX_ROWS = 2048  # bounds a step's memory

@@ -21,19 +21,16 @@ from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.model import meter
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
+from mlxspec.sequences import Accepted, Draft, Plan, Seq
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import (
     NOT_FINITE,
-    Accepted,
     Check,
-    Draft,
     Interrupted,
     InvalidRequest,
     Output,
     Outputs,
-    Plan,
     Request,
-    Seq,
     Stats,
 )
 

@@ -15,17 +15,15 @@ from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import Copies, KVCacheManager, PrefixMatch
 from mlxspec.engine.budget import PrefillBudget
+from mlxspec.sequences import Accepted, Entry, Seq
 from mlxspec.types import (
     NOT_FINITE,
-    Accepted,
-    Entry,
     Finish,
     InvalidRequest,
     Logprob,
     Output,
     Outputs,
     Request,
-    Seq,
     too_long,
 )
 
@@ -80,7 +78,7 @@ class Scheduler:
         request = replace(request, max_tokens=min(request.max_tokens, room))
         made = []
         for index in range(request.n):
-            seq = Seq(request, index, next(self._order), [*request.prompt])
+            seq = Seq(request, index, next(self._order), tokens=[*request.prompt])
             seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
@@ -153,7 +151,17 @@ class Scheduler:
             plan[:] = [e for e in plan if e.seq in self.running]
         samples = n == seq.remaining
         pending = samples and seq.pending > 0
-        entry = Entry(seq, seq.computed, n, samples, pending=pending, inflight_drafts=drafts)
+        entry = Entry(
+            seq=seq,
+            kept=seq.kept,
+            tables=seq.tables,
+            tokens=seq.tokens,
+            start=seq.computed,
+            count=n,
+            samples=samples,
+            pending=pending,
+            inflight_drafts=drafts,
+        )
         plan.append(entry)
         return True
 
@@ -171,7 +179,7 @@ class Scheduler:
             seq = e.seq
             seq.flight.append(e)
             seq.computed = e.start + e.count
-            e.state = seq.state
+            e.recurrent = seq.kept.recurrent
             if e.samples:
                 seq.pending += 1
                 seq.inflight_drafts += len(e.draft)
@@ -309,7 +317,7 @@ class Scheduler:
             self.kv.cache_partial(seq, seq.prompt_len)
         if seq.finish:
             self.kv.cache_partial(seq, upto)
-        self.kv.cache_state(seq, upto, entry.state)
+        self.kv.cache_state(seq, upto, entry.recurrent)
         if self.offloader and prompt_done:
             self.offloader.save(seq)
 
@@ -358,5 +366,5 @@ def _output(seq: Seq, new: Accepted, error: str = "") -> Output:
         error=error,
         drafted=seq.drafted,
         accepted=seq.accepted,
-        embedding=seq.embedding,
+        embedding=seq.kept.embedding,
     )

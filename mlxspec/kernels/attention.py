@@ -35,8 +35,8 @@ PART = MetalKernel(
     "paged_attention",
     "paged_attention",
     "q keys values sequences tables",
-    "sums stats",
-    "threadgroup vec<T, 4> tile[PAGED_KEYS * paged_stride<T>() / 4];"
+    outputs="sums stats",
+    body="threadgroup vec<T, 4> tile[PAGED_KEYS * paged_stride<T>() / 4];"
     " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float rescale[8 * TILES];"
     " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW>("
     "q, keys, values, sequences, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
@@ -48,8 +48,8 @@ MERGE = MetalKernel(
     "paged_merge",
     "paged_attention",
     "sums stats sequences sinks",
-    "out",
-    "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, sequences, sinks, out, stats_shape[1],"
+    outputs="out",
+    body="paged_merge<T, DV, WINDOW, SINKS>(sums, stats, sequences, sinks, out, stats_shape[1],"
     " stats_shape[2], thread_position_in_grid);",
 )
 
@@ -174,8 +174,8 @@ def _launch(a: Attention, shape: Shape) -> Array:
         [a.q, a.keys, a.values, sequences, tables],
         (32 * simds * most_parts, shape.kv_heads * splits, count),
         (32 * simds, 1, 1),
-        [(*parts, shape.dim_v), (*parts, 2)],
-        [mx.float32, mx.float32],
+        output_shapes=[(*parts, shape.dim_v), (*parts, 2)],
+        output_dtypes=[mx.float32, mx.float32],
         **common,
         D=shape.dim,
         BITS=shape.bits,
@@ -189,8 +189,8 @@ def _launch(a: Attention, shape: Shape) -> Array:
         [sums, stats, sequences, sequences if a.sinks is None else a.sinks],
         (32, shape.heads * length, count),
         (32, 4, 1),
-        [(len(a.q), shape.heads, shape.dim_v)],
-        [shape.dtype],
+        output_shapes=[(len(a.q), shape.heads, shape.dim_v)],
+        output_dtypes=[shape.dtype],
         **common,
         SINKS=shape.sinks,
     )[0]
@@ -267,7 +267,14 @@ def _case(shape: Shape, label: str, starts: list[int]) -> Case:
         batch = []
         for row, (start, table) in enumerate(zip(starts, tables, strict=True)):
             length = rows if row == len(starts) - 1 else 1
-            group = Group(row, row + length, length, [start], {None: [table.tolist()]}, size)
+            group = Group(
+                row,
+                row + length,
+                length,
+                starts=[start],
+                tables={None: [table.tolist()]},
+                block_size=size,
+            )
             if len(starts) > 1:
                 group.starts = [start - SHIFT]
                 group.shift = mx.array([SHIFT])
@@ -282,11 +289,11 @@ def _case(shape: Shape, label: str, starts: list[int]) -> Case:
             mx.concatenate([*neighbours, q]),
             keys,
             values,
-            groups(len(q)),
-            shape.dim**-0.5,
-            shape.window or None,
-            sinks if shape.sinks else None,
-            shape.packings,
+            groups=groups(len(q)),
+            scale=shape.dim**-0.5,
+            window=shape.window or None,
+            sinks=sinks if shape.sinks else None,
+            packings=shape.packings,
             clean=True,
         )
         return attend(call)

@@ -35,15 +35,15 @@ SMALL_QMM = MetalKernel(
     "small_qmm",
     "small_qmm",
     "x w scales biases",
-    "y",
-    _PARTIAL + "small_qmm<M, BITS, GROUP, SPLIT>" + _OPERANDS + _PLACE,
+    outputs="y",
+    body=_PARTIAL + "small_qmm<M, BITS, GROUP, SPLIT>" + _OPERANDS + _PLACE,
 )
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
     "small_qmm",
     "x w scales biases",
-    "y",
-    "threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; small_qmm_matrix<M, BITS, GROUP>"
+    outputs="y",
+    body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; small_qmm_matrix<M, BITS, GROUP>"
     + _OPERANDS
     + _PLACE,
 )
@@ -81,8 +81,8 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
         [x, weights.weight, weights.scales, weights.biases],
         (threads * ceil(columns / width), 1, 1),
         (threads, 1, 1),
-        [(rows, columns)],
-        [x.dtype],
+        output_shapes=[(rows, columns)],
+        output_dtypes=[x.dtype],
         BITS=weights.bits,
         GROUP=weights.group_size,
         **template,
@@ -105,7 +105,7 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
 
     def run(multiply: Call, *arrays: Array) -> Array:
         x, w, scales, biases = arrays
-        return multiply(x, Weights(w, scales, biases, group, bits))
+        return multiply(x, Weights(w, scales, biases, group_size=group, bits=bits))
 
     return Case(
         name=f"small_qmm {n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}",

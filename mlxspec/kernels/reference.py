@@ -184,10 +184,10 @@ def paged_attention(a: Attention, attend: Any = None) -> Array:
     for group in a.groups:
         rows = a.q[group.lo - first : group.hi - first]
         blocks, mask, keep = group.select(a.window)
-        values = gather(a.values, blocks, group.block_size, keep, of_v)
+        values = gather(a.values, blocks, group.block_size, keep=keep, packing=of_v)
         o = attend(
             rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2),
-            gather(a.keys, blocks, group.block_size, keep, of_k),
+            gather(a.keys, blocks, group.block_size, keep=keep, packing=of_k),
             values if a.clean else finite(values),
             scale=a.scale,
             mask=mask,

@@ -28,9 +28,9 @@ PART = MetalKernel(
     "sample_accept_part",
     "sample_accept",
     "logits params masks min_logits shift",
-    "part_max part_argmax",
-    "sample_accept_part<PAIRS, T>(logits, params, masks, min_logits, shift, part_max, part_argmax,"
-    " logits_shape[1], masks_shape[1], threadgroup_position_in_grid.y,"
+    outputs="part_max part_argmax",
+    body="sample_accept_part<PAIRS, T>(logits, params, masks, min_logits, shift, part_max,"
+    " part_argmax, logits_shape[1], masks_shape[1], threadgroup_position_in_grid.y,"
     f" {SIMDS} * threadgroup_position_in_grid.x + simdgroup_index_in_threadgroup, PARTS,"
     " thread_index_in_simdgroup);",
 )
@@ -38,8 +38,8 @@ MERGE = MetalKernel(
     "sample_accept_merge",
     "sample_accept",
     "part_max part_argmax entries inputs",
-    "tokens accepted",
-    "sample_accept_merge(part_max, part_argmax, entries, inputs, tokens, accepted,"
+    outputs="tokens accepted",
+    body="sample_accept_merge(part_max, part_argmax, entries, inputs, tokens, accepted,"
     " part_max_shape[1],"
     " threadgroup_position_in_grid.x, thread_index_in_simdgroup);",
 )
@@ -57,7 +57,7 @@ def sample_accept(
     rows, vocab = logits.shape
     case = sample_accept_case(vocab, logits.dtype)
     if not (unproven or KERNELS.variant(case.name, rows)):
-        return reference.sample_accept(logits, draws, inputs, drafts)
+        return reference.sample_accept(logits, draws, inputs, drafts=drafts)
     params = _params(draws)
     # The kernel does not read these, but needs some array.
     floor = params.view(mx.float32) if draws.min_logits is None else draws.min_logits
@@ -68,8 +68,8 @@ def sample_accept(
         [logits, params, mx.array(masks), floor, shift],
         (32 * SIMDS * ceil(count / SIMDS), rows, 1),
         (32 * SIMDS, 1, 1),
-        [(rows, count), (rows, count)],
-        [mx.uint32, mx.uint32],
+        output_shapes=[(rows, count), (rows, count)],
+        output_dtypes=[mx.uint32, mx.uint32],
         T=logits.dtype,
         PAIRS=PAIRS,
         PARTS=count,
@@ -84,8 +84,8 @@ def sample_accept(
         [*parts, mx.array(entries), ids.view(mx.int32)],
         (32 * len(entries), 1, 1),
         (32, 1, 1),
-        [(rows,), (len(entries),)],
-        [mx.int32, mx.int32],
+        output_shapes=[(rows,), (len(entries),)],
+        output_dtypes=[mx.int32, mx.int32],
     )
     return tokens, accepted if drafts else None
 
@@ -131,7 +131,7 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
         """int32 [R, 2]: the token of each row, and whether all drafts before it are accepted."""
         logits, min_logits, drafted = arrays
         drafts = [(0, len(logits) - 1)]
-        tokens, accepted = sample(logits, draws(min_logits), drafted, drafts)
+        tokens, accepted = sample(logits, draws(min_logits), drafted, drafts=drafts)
         return mx.stack([tokens, mx.arange(len(tokens)) <= accepted], axis=1)
 
     plain = partial(run, reference.sample_accept)

@@ -151,7 +151,7 @@ def compare(case: Case, call: Call, timer: Timer) -> None:
         want = case.reference(*inputs)
         mx.eval(inputs, want)
         (whole,), _ = timer.run(call, [inputs])
-        relative_error(whole, want, case.tolerance, inputs[0].dtype)
+        relative_error(whole, want, case.tolerance, dtype=inputs[0].dtype)
         results, _ = timer.run(call, fewer)
         for rows in results:
             if not mx.array_equal(rows, whole[: len(rows)]):

@@ -158,7 +158,7 @@ def _try_all(cases: list[Case], file: VerdictFile, report: Report, check: Check)
         for done, case in enumerate(cases, 1):
             until = perf_counter() + CASE_S
             if until <= end:
-                _try(case, file, until, check)
+                _try(case, file, until, check=check)
             report(done, len(cases))
 
 

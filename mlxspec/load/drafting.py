@@ -4,7 +4,6 @@ Rule: a small model that cannot draft is the user's mistake and is refused; a he
 is left out, and the log says why.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.trial import Case
-from mlxspec.load.plan import MemoryPlan
+from mlxspec.load.plan import Room, lacking
 from mlxspec.model.layout import (
     CacheBytes,
     LayoutChoice,
@@ -38,7 +37,7 @@ from mlxspec.speculate.heads.files import find_draft
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, OutOfMemory, UnsupportedModel
+from mlxspec.types import FINAL_NORM, UnsupportedModel
 
 NONE = "off"  # --draft off: neither small model nor head
 
@@ -74,24 +73,18 @@ class Drafting:
         token = own.token + kept.token + sum(size for _, size in kept.windows)
         return own._replace(token=token, state=own.state and own.state + kept.state)
 
-    def plan(
-        self,
-        make: Callable[..., MemoryPlan],
-        size: int,
-        own: CacheBytes | None = None,
-    ) -> MemoryPlan:
-        """What `make` plans for the model, whose weights have `size` bytes and whose caches take
-        `own`, and what drafts for it; without a head that does not fit. Raises OutOfMemory."""
+    def fit_into(self, room: Room, size: int, own: CacheBytes | None = None) -> None:
+        """Leave a head out where there is no room for it beside the model, whose weights have
+        `size` bytes and whose caches take `own`; None: that is not known yet. Raises OutOfMemory
+        where there is none for what is left."""
         cache = self.beside(own) if own else CacheBytes()
-        try:
-            return make(size + self.nbytes, cache)
-        except OutOfMemory as error:
-            if not self.head:
-                raise
+        error = lacking(room, size + self.nbytes, cache)
+        if error and self.head:
             self.drop_head()
-            plan = self.plan(make, size, own)
+            self.fit_into(room, size, own)
             log.warning("decoding without a head: with it, %s", error)
-            return plan
+        elif error:
+            raise error
 
     def load_weights(self) -> None:
         """Read the weights; a damaged head is left out. Raises UnsupportedModel."""
@@ -150,7 +143,7 @@ def add_drafters(engine: Engine, drafting: Drafting, config: Config) -> None:
         drafters.append(drafter)
     padded = engine.runner.layout != "rows"
     depth = config.draft_depth if len(drafters) > 1 else 0
-    engine.proposer = Proposer(None, drafters, depth, padded, tries_likeliest=True)
+    engine.proposer = Proposer(None, drafters, depth, padded=padded, tries_likeliest=True)
 
 
 def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
@@ -158,8 +151,8 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
     kv, pool = engine.scheduler.kv, engine.scheduler.pool
     head = drafting.head
     if drafting.fit:
-        runner = Runner(drafting.small, "rows", pool.block_size, pool.size)
-        head = DraftModel(runner, engine.vocab, drafting.fit.vocab, drafting.context).head()
+        runner = Runner(drafting.small, "rows", pool.block_size, blocks=pool.size)
+        head = DraftModel(runner, engine.vocab, drafting.fit.vocab, context=drafting.context).head()
     if not head:
         return None
     drafter = HeadDrafter(head, engine.runner)
@@ -169,7 +162,7 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
             drafter.make_one(table)
             if kv.states is not None:
                 # Shows what a state holds before one comes from the disk.
-                time_step(engine.runner, table, 1, 1)
+                time_step(engine.runner, table, 1, rows=1)
     except Exception:  # mlx-lm's modules with the head's weights
         if not drafting.head:
             raise

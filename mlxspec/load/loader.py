@@ -4,7 +4,6 @@ Rule: what is derived here is reported once, in ModelInfo, and never decided aga
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, recall
 from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
 from mlxspec.load.measuring import Measuring
-from mlxspec.load.plan import MemoryPlan, make_plan
+from mlxspec.load.plan import MemoryPlan, Room, make_plan
 from mlxspec.load.warmup import PromptStore, WarmupCache, cache_file, versions
 from mlxspec.model import meter
 from mlxspec.model.hub import cache_of
@@ -39,7 +38,6 @@ from mlxspec.model.layout import (
 )
 from mlxspec.model.mirror import runner_type
 from mlxspec.model.parallel import ALONE, ProcessGroup
-from mlxspec.model.runner import Runner
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
@@ -60,38 +58,44 @@ def load_engine(
     `work_idle`. Of a `group` of several, rank 0 alone drafts and measures. Raises
     UnsupportedModel."""
     began = time.perf_counter()
-    model, files = load(path, group)  # the weights stay on disk
-    drafting = load_drafting(model, path, draft, config)
-    size, context = weights(model), context_of(files, config.context)
-    _check_same(path, f"{files} {size} {context}", config, group)
-    # What loaded models may still take is known to rank 0 alone.
-    free = min(group.gather(free_bytes(config))) - max(group.gather(reserved))
-    plan_for = partial(drafting.plan, partial(make_plan, config, context, free=free), size)
-    _check_fits(model, plan_for, config.kv_bits, group)
-    with group.together():
-        load_weights(model, group)
-    drafting.load_weights()
-    cache = _find_layout(model, path, config, group)
-    drafting.fit_to(cache.layout)
-    cases = _recall_kernels(model, cache.layout, drafting, config, group)
-    plan = plan_for(cache.layout.cache_bytes)  # with what the layouts really keep
-    prompts = PromptStore(path, name, config, _agree_on_pools(plan, cache.layout, config, group))
-    runner = runner_type(group, name)
-    engine, info = _build(model, name, cache.layout, plan, context, config, runner)
-    known = Measuring(engine, cache, cases, verdict_file(config), drafting, prompts)
-    _start(known, config, group)
-    cache.save()
-    _log_limits(engine.scheduler, cache.layout, context, config.max_sequences)
+    model, context = _open(path, config, group)
+    drafting = load_drafting(model, path, draft=draft, config=config)
+    room = _agree_on_room(config, context, reserved=reserved, group=group)
+    _check_fits(model, drafting, room=room, group=group)
+    _read_weights(model, drafting, group)
+    cache = _find_layout(model, path, config=config, group=group)
+    plan = _plan_memory(model, drafting, layout=cache.layout, room=room)
+    cases = _recall_kernels(model, drafting, layout=cache.layout, config=config, group=group)
+    facts = _agree_on_pools(plan, cache.layout, config=config, group=group)
+    engine, info = _build(model, name, layout=cache.layout, plan=plan, room=room, group=group)
+    measuring = Measuring(
+        engine=engine,
+        cache=cache,
+        cases=cases,
+        verdicts=verdict_file(config),
+        drafting=drafting,
+        prompts=PromptStore(path, name, config=config, facts=facts),
+    )
+    _start(measuring, config, group)
+    _log_limits(engine.scheduler, cache.layout, room)
     log.info("%s: %s layout, ready in %.1f s", name, info.layout, time.perf_counter() - began)
     if not measure_idle:
         engine.work_idle()
     return engine, info
 
 
+def _open(path: Path, config: Config, group: ProcessGroup) -> tuple[Module, int]:
+    """The model, whose weights stay on disk, and its longest context in tokens; all ranks have the
+    same. Raises UnsupportedModel."""
+    model, files = load(path, group)
+    context = context_of(files, config.context)
+    if group.size > 1:
+        _check_same(path, f"{files} {weights(model)} {context}", config=config, group=group)
+    return model, context
+
+
 def _check_same(path: Path, facts: str, config: Config, group: ProcessGroup) -> None:
     """Check that all ranks have the same model. Raises UnsupportedModel."""
-    if group.size == 1:
-        return
     facts += f" {config.block_size} {config.kv_bits} {config.layout} {versions()}"
     facts += (
         f" {config.kv_blocks} {config.max_sequences} {config.prefill_budget} {len(config.others)}"
@@ -100,18 +104,27 @@ def _check_same(path: Path, facts: str, config: Config, group: ProcessGroup) -> 
     group.same(fingerprint(path, {}, mtime=False), "weights")
 
 
-def _check_fits(
-    model: Module,
-    plan_for: Callable[..., MemoryPlan],
-    kv_bits: int,
-    group: ProcessGroup,
-) -> None:
-    """Check that weights and the least caches fit into memory, before weights are read. Raises
-    OutOfMemory."""
-    plan_for()  # the weights alone: with some models, geometry() reads weights
+def _agree_on_room(config: Config, context: int, reserved: int, group: ProcessGroup) -> Room:
+    """The room on the rank that has the least. What loaded models may still take is known to rank 0
+    alone."""
+    free = min(group.gather(free_bytes(config))) - max(group.gather(reserved))
+    return Room(config, context, free)
+
+
+def _check_fits(model: Module, drafting: Drafting, room: Room, group: ProcessGroup) -> None:
+    """Check that weights and the least caches fit into memory, before weights are read; a head
+    that does not fit is left out. Raises OutOfMemory."""
+    drafting.fit_into(room, weights(model))  # with some models, geometry() reads weights
     group.gather("planned")
-    plan_for(geometry(model, kv_bits, group))
+    drafting.fit_into(room, weights(model), geometry(model, room.config.kv_bits, group))
     group.gather("planned")  # a rank without memory says so before the others read arrays
+
+
+def _read_weights(model: Module, drafting: Drafting, group: ProcessGroup) -> None:
+    """Read the weights of both. Raises UnsupportedModel."""
+    with group.together():
+        load_weights(model, group)
+    drafting.load_weights()
 
 
 def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
@@ -120,18 +133,33 @@ def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup)
     known = WarmupCache.load(file)
     if not all(group.gather(known is not None)) or not known:
         try:
-            layout = find_layout(model, config.layout, config.kv_bits, group)
+            layout = find_layout(model, config.layout, config.kv_bits, group=group)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from error
-        known = WarmupCache(layout=layout)
+        known = WarmupCache(layout=layout, file=file)
+        known.save()
     known.file = file
     return known
 
 
+def _plan_memory(
+    model: Module,
+    drafting: Drafting,
+    layout: LayoutChoice,
+    room: Room,
+) -> MemoryPlan:
+    """The plan with what the layouts really keep; what cannot draft in them is left out. Raises
+    UnsupportedModel."""
+    drafting.fit_to(layout)
+    drafting.fit_into(room, weights(model), layout.cache_bytes)
+    cached = drafting.beside(layout.cache_bytes)
+    return make_plan(room, weights(model) + drafting.nbytes, cached)
+
+
 def _recall_kernels(
     model: Module,
-    layout: LayoutChoice,
     drafting: Drafting,
+    layout: LayoutChoice,
     config: Config,
     group: ProcessGroup,
 ) -> list[Case]:
@@ -161,18 +189,21 @@ def _agree_on_pools(
     return facts | {"rank": str(group)} if group.size > 1 else facts
 
 
-def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int, wanted: int) -> None:
-    """Log why the engine is slower or smaller than requested: with `context` tokens, and `wanted`
-    sequences at a time."""
+def _log_limits(scheduler: Scheduler, layout: LayoutChoice, room: Room) -> None:
+    """Log why the engine is slower or smaller than requested."""
     for reason in layout.refused:
         log.info("layout refused: %s", reason)
-    if scheduler.max_sequences < wanted:
+    if scheduler.max_sequences < room.config.max_sequences:
         log.warning(
             "max_sequences reduced to %d: not enough memory for recurrent state",
             scheduler.max_sequences,
         )
-    if scheduler.limit < context:
-        log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
+    if scheduler.limit < room.context:
+        log.warning(
+            "context cut from %d to %d tokens by the KV pool",
+            room.context,
+            scheduler.limit,
+        )
 
 
 def verdict_file(config: Config) -> VerdictFile:
@@ -193,18 +224,18 @@ def _build(
     name: str,
     layout: LayoutChoice,
     plan: MemoryPlan,
-    context: int,
-    config: Config,
-    make: Callable[..., Runner],
+    room: Room,
+    group: ProcessGroup,
 ) -> tuple[Engine, ModelInfo]:
-    """Runner, pools and scheduler, and what the server knows of them. `make` is the runner's type.
-    The pools grow as they are used."""
+    """Runner, pools and scheduler, and what the server knows of them. The pools grow as they are
+    used."""
+    config = room.config
     meter.bound(memory.headroom() // 2)  # the other half is for a step's activations
     runner = layout.runner(
         model,
         config.block_size,
         plan.blocks,
-        make,
+        make=runner_type(group, name),
         windows=plan.windows,
         kv_bits=config.kv_bits,
     )
@@ -217,7 +248,7 @@ def _build(
     runner.grow_on_demand(lambda: [pool.highest for pool in kv.pools])
     scheduler = Scheduler(
         kv,
-        context=context,
+        context=room.context,
         max_sequences=min(config.max_sequences, plan.sequences),
         sharing=layout.sharing,
         can_draft=layout.can_draft,

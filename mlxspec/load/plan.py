@@ -3,7 +3,7 @@
 Rule: no MLX. A model that does not fit is refused before a weight is read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,40 +51,72 @@ class MemoryPlan:
     snapshot_stride: int  # blocks between the snapshots of a long prompt
 
 
-def make_plan(
-    config: Config,
-    context: int,
-    weights: int,
-    cache: CacheSizes,
-    free: int,
-) -> MemoryPlan:
-    """Divide `free` bytes beside `weights`: first what a few conversations need, from half of what
-    the least leaves, then pools and states, each cut by the same part if needed.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a model may take under its settings: `free` bytes for weights, headroom and the caches
+    of sequences of up to `context` tokens."""
+
+    config: Config
+    context: int
+    free: int
+
+    @property
+    def part(self) -> float:
+        """Of what weights and headroom leave, for caches."""
+        return 1.0 if self.config.kv_blocks else CACHE_SHARE
+
+    def for_caches(self, weights: int) -> int:
+        """Bytes for caches beside `weights`."""
+        return int((self.free - weights - memory.headroom()) * self.part)
+
+
+def lacking(room: Room, weights: int, cache: CacheSizes) -> OutOfMemory | None:
+    """The error where `weights` and the least caches do not fit."""
+    pools = _pool_limits(room, cache)
+    least = _bytes(pools, [pool.least for pool in pools])
+    if least <= room.for_caches(weights):
+        return None
+    return _too_large(room, weights, int(least / room.part))
+
+
+def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
+    """Divide the room beside `weights`: first what a few conversations need, from half of what the
+    least leaves, then pools and states, each cut by the same part if needed.
 
     Windows that no context exceeds are in the pool for full attention. All models have equal parts
     of the memory for caches, which one sequence may exceed. Raises OutOfMemory."""
-    token_bytes, local, state_bytes = cache
-    windows = {window: size for window, size in local if window < context}
-    token_bytes += sum(size for window, size in local if window >= context)
-    pools = _pool_limits(config, context, token_bytes, windows, state_bytes)
-    part = 1.0 if config.kv_blocks else CACHE_SHARE
-    budget = int((free - weights - memory.headroom()) * part)
+    if error := lacking(room, weights, cache):
+        raise error
+    config, context, state_bytes = room.config, room.context, cache[2]
+    pools = _pool_limits(room, cache)
+    budget = room.for_caches(weights)
     counts = [pool.least for pool in pools]
     least = _bytes(pools, counts)
-    if least > budget:
-        raise _too_large(config, weights, int(least / part), free)
     rest = max(0, budget // (1 + len(config.others)) - least)
-    counts = _raised(pools, counts, [pool.few for pool in pools], rest // 2)
+    counts = _raised(pools, counts, [pool.few for pool in pools], rest=rest // 2)
     rest += least - _bytes(pools, counts)
-    counts = _raised(pools, counts, [pool.most for pool in pools], rest)
+    counts = _raised(pools, counts, [pool.most for pool in pools], rest=rest)
     cache_bytes = _bytes(pools, counts)
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
     by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
     stride = max(LEAST_STRIDE, by_size, by_count)
-    kept = dict(zip(windows, window_blocks, strict=True))
-    return MemoryPlan(weights, cache_bytes, blocks, kept, sequences, snapshots, stride)
+    kept = dict(zip(_windows(room, cache), window_blocks, strict=True))
+    return MemoryPlan(
+        weights=weights,
+        cache_bytes=cache_bytes,
+        blocks=blocks,
+        windows=kept,
+        sequences=sequences,
+        snapshots=snapshots,
+        snapshot_stride=stride,
+    )
+
+
+def _windows(room: Room, cache: CacheSizes) -> dict[int, int]:
+    """Bytes of a token in the layers of each window that has a pool."""
+    return {window: size for window, size in cache[1] if window < room.context}
 
 
 def _raised(
@@ -107,35 +139,36 @@ def _bytes(pools: Sequence[PoolLimits], counts: Sequence[int]) -> int:
     return sum(pool.unit * n for pool, n in zip(pools, counts, strict=True))
 
 
-def _pool_limits(
-    config: Config,
-    context: int,
-    token_bytes: int,
-    windows: Mapping[int, int],
-    state_bytes: int,
-) -> list[PoolLimits]:
+def _pool_limits(room: Room, cache: CacheSizes) -> list[PoolLimits]:
     """Of blocks for full attention, blocks of each window, running states, and snapshots."""
+    config, context = room.config, room.context
+    token_bytes, local, state_bytes = cache
+    token_bytes += sum(size for window, size in local if window >= context)
     size, sequences = config.block_size, config.max_sequences
     full, first = (-(-tokens // size) + 1 for tokens in (context, min(context, LEAST_CONTEXT)))
     most = config.kv_blocks or CONTEXTS * (full - 1) + 1
     pools = [PoolLimits(token_bytes * size, first, most)]
     chunk = config.prefill_budget or MAX_ROWS
-    for window, window_bytes in windows.items():
-        one, every = (Window.min_blocks(window, size, n, chunk, MAX_DEPTH) for n in (1, sequences))
+    for window, window_bytes in _windows(room, cache).items():
+        one, every = (
+            Window.min_blocks(window, size, sequences=n, chunk=chunk, depth=MAX_DEPTH)
+            for n in (1, sequences)
+        )
         # Twice what all sequences use at once: the rest keeps passed blocks for later prompts.
         pools.append(PoolLimits(window_bytes * size, min(one, full), min(2 * every, most)))
     by_size = token_bytes * size * most // STATE_PART // max(1, state_bytes)
     snapshots = max(SNAPSHOTS * sequences, min(by_size, MOST_SNAPSHOTS))
     few = min(FEW, sequences)
-    pools.append(PoolLimits(STATES * state_bytes, 1, sequences, few))
-    pools.append(PoolLimits(state_bytes, 0, snapshots, SNAPSHOTS * few))
+    pools.append(PoolLimits(STATES * state_bytes, 1, sequences, few=few))
+    pools.append(PoolLimits(state_bytes, 0, snapshots, few=SNAPSHOTS * few))
     if config.kv_blocks:
         pools = [pool._replace(least=pool.most) for pool in pools]
     return pools
 
 
-def _too_large(config: Config, weights: int, caches: int, free: int) -> OutOfMemory:
-    """The error where weights and caches of at least so many bytes exceed `free`."""
+def _too_large(room: Room, weights: int, caches: int) -> OutOfMemory:
+    """The error where weights and caches of at least so many bytes exceed what is free."""
+    config = room.config
     fix, where = "close programs", f"free of {format_size(memory.total())}"
     if config.memory_gb:
         fix, where = "raise --memory-gb", "left of --memory-gb"
@@ -146,6 +179,6 @@ def _too_large(config: Config, weights: int, caches: int, free: int) -> OutOfMem
     return OutOfMemory(
         f"the model does not fit: it needs {format_size(weights)} for weights,"
         f" {format_size(memory.headroom())} of headroom and {format_size(caches)} for caches, but"
-        f" {format_size(free)} are {where}; {fix} or set a lower --context",
+        f" {format_size(room.free)} are {where}; {fix} or set a lower --context",
         need=weights + memory.headroom() + caches,
     )

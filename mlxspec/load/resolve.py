@@ -53,7 +53,15 @@ class ResolvedModel:
             if draft and not find_head(draft).standalone:
                 draft = None
         try:
-            return load_engine(self.path, self.name, config, draft, reserved, group, measure_idle)
+            return load_engine(
+                self.path,
+                self.name,
+                config,
+                draft=draft,
+                reserved=reserved,
+                group=group,
+                measure_idle=measure_idle,
+            )
         except Exception as error:
             group.failed(error)
             raise
@@ -123,7 +131,7 @@ def resolve_model(config: Config) -> ResolvedModel:
             raise UnsupportedModel(f"--draft: {error}; or give --draft off") from error
         log.warning("decoding without a head: %s", error)
         config, draft = replace(config, draft=NONE), None
-    made = ResolvedModel(config.name or name or found.name, found.path, draft, config)
+    made = ResolvedModel(config.name or name or found.name, found.path, draft, config=config)
     if config.draft and draft and not find_draft(draft.path, found.path).standalone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made

@@ -70,7 +70,7 @@ class PromptStore:
         K/V of what drafts depend, which lie in the same blocks."""
         if self.config.disk_bytes and engine.scheduler.sharing:
             key = fingerprint(self.path, self.facts | drafting)
-            disk = DiskCache(prompts_of(self.config), key, self.config.disk_bytes, self.name)
+            disk = DiskCache(prompts_of(self.config), key, self.config.disk_bytes, model=self.name)
             offloader = KVOffloader(disk, engine.scheduler.kv, engine.runner)
             engine.offloader = engine.scheduler.offloader = offloader
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import ceil
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -16,21 +16,23 @@ from mlx.core import array as Array
 
 from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
-from mlxspec.model.recurrent import StateRecorder, by_entry
+from mlxspec.model.recurrent import StateRecorder, by_span
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.types import NOT_FINITE, NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
+from mlxspec.sequences import Entry, SeqState, Span, Spans
+from mlxspec.types import NOT_FINITE, NULL_BLOCK, Logprob, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
 Shift = Array | None
 Result = tuple[list[int], list[Logprob]]  # of one entry
+S = TypeVar("S", bound=Span)
 # bool [n]: what is NaN, and which of it is whose.
-NaNs = tuple[Array, Sequence[tuple[Entry, slice]]]
+NaNs = tuple[Array, Sequence[tuple[Span, slice]]]
 
 
 @dataclass(slots=True, eq=False)
-class Step:
-    """A plan's forward, and its results once it is submitted; all in plan order.
+class Forward(Generic[S]):
+    """A forward of some spans, and its results once it is submitted; all in the spans' order.
 
     `ids` int32 [T] are the input tokens, `rows` the sampled rows, `shift` [R] the shift of their
     positions, `logits` [R, vocab] theirs until the step is submitted, `taps` the hidden states
@@ -38,15 +40,15 @@ class Step:
     index in `rows` of the first sampled row of each sequence that samples.
     """
 
-    plan: Plan
+    plan: Sequence[S]
     ids: Array
     rows: list[SampledRow]
     shift: Shift
     logits: Any
     taps: dict[Tap, Array]
     nans: Sequence[NaNs] = ()
-    pooled: dict[Entry, Array] = field(default_factory=dict)  # float32 [count, D], for embeddings
-    first_row: dict[Seq, int] = field(init=False)
+    pooled: dict[Span, Array] = field(default_factory=dict)  # float32 [count, D], for embeddings
+    first_row: dict[SeqState, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
     recordings: Sequence[StateRecorder] = ()  # of recurrent layers, where there are drafts
     marker: Any = None  # an array that is computed last
@@ -56,12 +58,12 @@ class Step:
 
     def __post_init__(self) -> None:
         rows = enumerate(self.rows)
-        self.first_row = {row.entry.seq: r for r, row in rows if row.ordinal == 1}
+        self.first_row = {row.span.kept: r for r, row in rows if row.ordinal == 1}
 
     def read(self) -> list[Result]:
-        """Wait for the step; for each entry its accepted drafts and the token sampled after them,
+        """Wait for the step; for each span its accepted drafts and the token sampled after them,
         with their log-probabilities if they were asked for. NOT_FINITE is in the place of a token,
-        or of all of them, where the entry's numbers are not finite."""
+        or of all of them, where the span's numbers are not finite."""
         mx.eval(self.marker)
         broken = _broken(self.nans) | self._pool()
         if self.sampled is None:
@@ -74,41 +76,44 @@ class Step:
         for e in self.plan:
             first = stop = 0
             if e.samples:
-                first = self.first_row[e.seq]
+                first = self.first_row[e.kept]
                 stop = first + next(accepted) + 1
             asked = [logprob for logprob in logprobs[first:stop] if logprob]
             results.append(([NOT_FINITE] if e in broken else tokens[first:stop], asked))
         return results
 
-    def _pool(self) -> set[Entry]:
-        """Add the rows to the embeddings of their sequences; the entries of those that are not
+    def _pool(self) -> set[Span]:
+        """Add the rows to the embeddings of their sequences; the spans of those that are not
         finite. The sum of all rows has the direction of their mean."""
-        broken = set()
+        broken = set[Span]()
         for e, hidden in self.pooled.items():
             rows = np.array(hidden)
-            if e.seq.request.pooling == "last":
+            if e.kept.pooling == "last":
                 rows = rows[-1:]
             elif e.start:  # 0: it begins, again after a preemption
-                rows[0] += e.seq.embedding
-            e.seq.embedding = rows.sum(axis=0)
-            if not np.isfinite(e.seq.embedding).all():
+                rows[0] += e.kept.embedding
+            e.kept.embedding = rows.sum(axis=0)
+            if not np.isfinite(e.kept.embedding).all():
                 broken.add(e)
         return broken
 
-    def shift_of(self, plan: Plan) -> Array:
-        """int32 [entries]: the shift of the next plan's entries, once this step is submitted."""
+    def shift_of(self, spans: Spans) -> Array:
+        """int32 [spans]: the shift of the next step's spans, once this one is submitted."""
         assert self.sampled is not None and self.sampled.accepted is not None
-        return by_entry(self.sampled.accepted, self.first_row, plan)
+        return by_span(self.sampled.accepted, self.first_row, spans)
 
 
-def build_inputs(plan: Plan, previous: Step | None, shift: Shift) -> Array:
-    """Input tokens int32 [T] in plan order. Tokens in flight are taken lazily from `previous`."""
+Step = Forward[Entry]  # of a plan
+
+
+def build_inputs(spans: Spans, previous: Forward[S] | None, shift: Shift) -> Array:
+    """Input tokens int32 [T] of the spans. Tokens in flight are taken lazily from `previous`."""
     host: list[int] = []  # with a 0 for each token in flight and each lazy draft
     lazy: list[tuple[int, Array]] = []  # drafts, and where they begin
-    pending: list[int] = []  # entries whose last known token is in flight,
+    pending: list[int] = []  # spans whose last known token is in flight,
     targets: list[int] = []  # and where it goes
-    for n, e in enumerate(plan):
-        host += e.seq.tokens[e.start : e.start + e.count]
+    for n, e in enumerate(spans):
+        host += e.tokens[e.start : e.start + e.count]
         if e.pending:
             pending.append(n)
             targets.append(len(host))
@@ -121,7 +126,7 @@ def build_inputs(plan: Plan, previous: Step | None, shift: Shift) -> Array:
     ids = mx.array(host, mx.int32)
     if pending and previous and previous.sampled:
         sampled = previous.sampled.tokens
-        sources = [previous.first_row[plan[n].seq] for n in pending]
+        sources = [previous.first_row[spans[n].kept] for n in pending]
         if len(pending) == len(host) and sources == list(range(sampled.size)):
             return sampled  # the common case: the same sequences decode, without drafts
         rows = mx.array(sources)
@@ -133,40 +138,40 @@ def build_inputs(plan: Plan, previous: Step | None, shift: Shift) -> Array:
     return ids
 
 
-def bucket(entry: Entry, block_size: int, length: int = 0) -> tuple[int, int]:
-    """Entries of equal rows and similar context share one gather; padding at most doubles it.
+def bucket(span: Span, block_size: int, length: int = 0) -> tuple[int, int]:
+    """Spans of equal rows and similar context share one gather; padding at most doubles it.
     `length`: rows of each with padding, 0: its own."""
-    rows = length or entry.rows
-    return rows, (-(-(entry.start + rows) // block_size) - 1).bit_length()
+    rows = length or span.rows
+    return rows, (-(-(span.start + rows) // block_size) - 1).bit_length()
 
 
 def runs_of(
-    plan: Plan,
-    alike: Callable[[Entry], Any],
+    spans: Sequence[S],
+    alike: Callable[[S], Any],
     length: int = 0,
-) -> Iterator[tuple[list[Entry], slice, slice]]:
-    """Neighbours in a plan that are alike, and where they and their rows are in it; each entry has
+) -> Iterator[tuple[list[S], slice, slice]]:
+    """Neighbours that are alike, and where they and their rows are among the spans; each has
     `length` rows, 0: its own."""
     first = row = 0
-    for _, members in groupby(plan, alike):
-        entries = list(members)
-        last = first + len(entries)
-        end = row + sum(length or e.rows for e in entries)
-        yield entries, slice(first, last), slice(row, end)
+    for _, members in groupby(spans, alike):
+        run = list(members)
+        last = first + len(run)
+        end = row + sum(length or e.rows for e in run)
+        yield run, slice(first, last), slice(row, end)
         first, row = last, end
 
 
-def fill_view(view: View, plan: Plan, shift: Shift, length: int = 0) -> None:
+def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
     """Fill the view with positions, slots and groups: one if it is dense, else neighbours of one
     bucket are a group. With drafts in flight, positions and slots are lazy.
 
-    Each entry has `length` rows, 0: its own. Rows after its own are padding: what they write is
+    Each span has `length` rows, 0: its own. Rows after its own are padding: what they write is
     overwritten before it is read, or lies in the null block.
     """
     size = view.block_size
     positions: list[int] = []
-    owners: list[int] = []  # the number of each row's entry
-    for n, e in enumerate(plan):
+    owners: list[int] = []  # the number of each row's span
+    for n, e in enumerate(spans):
         own = range(e.start, e.start + (length or e.rows))
         positions += own
         owners += [n for _ in own]
@@ -175,7 +180,7 @@ def fill_view(view: View, plan: Plan, shift: Shift, length: int = 0) -> None:
         view.positions = view.positions + shift[mx.array(owners)]
     all_tables: dict[int | None, list[list[int]]] = {}
     for i, window in enumerate(view.num_blocks):
-        tables = [_padded_table(e, e.seq.tables[i], length, size) for e in plan]
+        tables = [_padded_table(e, i, length, size=size) for e in spans]
         all_tables[window] = tables
         if shift is None:
             slots = []
@@ -189,83 +194,84 @@ def fill_view(view: View, plan: Plan, shift: Shift, length: int = 0) -> None:
             view.slots[window] = blocks * size + view.positions % size
     view.groups = []
     view.by_kernel = {}
-    for entries, places, rows in runs_of(
-        plan,
+    for run, places, rows in runs_of(
+        spans,
         lambda e: view.dense or bucket(e, size, length),
         length,
     ):
         group = Group(
             rows.start,
             rows.stop,
-            length or entries[0].rows,
-            [e.start for e in entries],
-            {window: tables[places] for window, tables in all_tables.items()},
-            size,
+            length or run[0].rows,
+            starts=[e.start for e in run],
+            tables={window: tables[places] for window, tables in all_tables.items()},
+            block_size=size,
             first=view.first,
         )
-        max_shift = max(e.inflight_drafts for e in entries)
+        max_shift = max(e.inflight_drafts for e in run)
         if shift is not None and max_shift:
             group.shift, group.max_shift = shift[places], max_shift
         view.groups.append(group)
 
 
-def _padded_table(e: Entry, table: list[int], length: int, size: int) -> list[int]:
-    """An entry's block table, with null blocks for its padding."""
+def _padded_table(e: Span, group: int, length: int, size: int) -> list[int]:
+    """A span's block table of that number, with null blocks for its padding."""
+    table = e.tables[group]
     end = e.start + e.inflight_drafts + length
     if not length or end <= len(table) * size:
         return table
     return table + [NULL_BLOCK for _ in range(len(table), ceil(end / size))]
 
 
-def starts_of(plan: Plan, length: int = 0) -> dict[Entry, int]:
-    """The index of each entry's first row among those of entries padded to `length` rows; 0: not
+def starts_of(spans: Sequence[S], length: int = 0) -> dict[S, int]:
+    """The index of each span's first row among those of spans padded to `length` rows; 0: not
     padded."""
     starts, row = {}, 0
-    for e in plan:
+    for e in spans:
         starts[e] = row
         row += length or e.rows
     return starts
 
 
-def unsampled(plan: Plan, length: int = 0) -> list[tuple[Entry, slice]]:
-    """The entries that have rows which are not sampled, and where their rows are, see
+def unsampled(spans: Sequence[S], length: int = 0) -> list[tuple[S, slice]]:
+    """The spans that have rows which are not sampled, and where their rows are, see
     `starts_of`."""
-    some = [e for e in plan if e.count > 1 or not e.samples]
+    some = [e for e in spans if e.count > 1 or not e.samples]
     if not some:  # as in most steps
         return []
-    starts = starts_of(plan, length)
+    starts = starts_of(spans, length)
     return [(e, slice(starts[e], starts[e] + e.rows)) for e in some]
 
 
-def _broken(nans: Sequence[NaNs]) -> set[Entry]:
-    """The entries that have a NaN."""
-    broken = set()
+def _broken(nans: Sequence[NaNs]) -> set[Span]:
+    """The spans that have a NaN."""
+    broken = set[Span]()
     for found, parts in nans:
         values = np.array(found)
         broken |= {e for e, part in parts if values[part].any()}
     return broken
 
 
-def sampled_rows(plan: Plan, length: int = 0) -> Array:
+def sampled_rows(spans: Spans, length: int = 0) -> Array:
     """int32 [R]: the indices of the sampled rows among all rows, see `starts_of`."""
     rows: list[int] = []
-    for e, first in starts_of(plan, length).items():
+    for e, first in starts_of(spans, length).items():
         rows += range(first + e.rows - e.sampled, first + e.rows)
     return mx.array(rows, mx.int32)
 
 
-def padded_rows(plan: Plan, length: int) -> Array:
-    """int32 [B * length]: for each row of a padded batch its index among the plan's rows; padding
-    repeats the entry's last row."""
+def padded_rows(spans: Spans, length: int) -> Array:
+    """int32 [B * length]: for each row of a padded batch its index among the spans' rows; padding
+    repeats the span's last row."""
     rows: list[int] = []
-    for e, first in starts_of(plan).items():
+    for e, first in starts_of(spans).items():
         rows += [first + min(i, e.rows - 1) for i in range(length)]
     return mx.array(rows, mx.int32)
 
 
-def own_rows(plan: Plan, length: int) -> Array:
-    """int32 [T]: where the plan's rows lie among those of a padded batch."""
+def own_rows(spans: Spans, length: int) -> Array:
+    """int32 [T]: where the spans' rows lie among those of a padded batch."""
     rows: list[int] = []
-    for e, first in starts_of(plan, length).items():
+    for e, first in starts_of(spans, length).items():
         rows += range(first, first + e.rows)
     return mx.array(rows, mx.int32)

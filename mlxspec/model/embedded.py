@@ -71,7 +71,7 @@ def _install(card: Card, target: Path, mode: Mode) -> None:
         made = Path(scratch, "model")
         fetch_file(card.source, gguf)
         made.mkdir()
-        convert(gguf, made, mode, card.files)
+        convert(gguf, made, mode, files=card.files)
         for file in made.iterdir():
             flush_file(file)
         made.rename(target)

@@ -102,7 +102,7 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
     if name in known:
         from mlxspec.model.embedded import embedded
 
-        return Resolved(embedded(name, known[name], cache_dir, _mode(metal)), name)
+        return Resolved(embedded(name, known[name], cache_dir, mode=_mode(metal)), name)
     file = os.path.expanduser(name)  # os.path accepts any text, Path raises for some
     if os.path.isdir(file):
         path = Path(file).resolve()
@@ -142,7 +142,7 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
         path = cache_dir / "models" / f"{name}-{_mode(metal)}"
         return path if path.is_dir() else None
     if os.path.exists(os.path.expanduser(name)) or not _is_hub_id(name):
-        return resolve(name, cache_dir, metal, draft).path
+        return resolve(name, cache_dir, metal, draft=draft).path
     return installed().get(name)
 
 

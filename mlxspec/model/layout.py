@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
-import numpy as np
-from mlx.core import array as Array
 from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
@@ -27,9 +25,17 @@ from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
 from mlxspec.model.parallel import ALONE, ProcessGroup, split
+from mlxspec.model.probe import (
+    BLOCK,
+    BLOCKS,
+    PROMPTS,
+    logits_error,
+    probe_logits,
+    reference_logits,
+)
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
 from mlxspec.progress import progress
-from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
+from mlxspec.types import Json, UnsupportedModel, blame, line_of
 
 # Fastest first; the flag: one sequence at a time.
 LAYOUTS: tuple[tuple[Layout, bool], ...] = (
@@ -46,16 +52,6 @@ READS, READ_BYTES = 8, 256 << 20
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DEFAULT_CONTEXT = 8192
-
-PROMPTS = ((3, 1, 4, 1), (9, 2, 6), (5, 3, 5, 8, 9))
-CONTINUATION = (2, 7, 1, 8)  # follows each prompt, partly as accepted drafts
-REJECTED = 5  # a token that is not in CONTINUATION
-DRAFTS = ((7, REJECTED), (7, 1), (REJECTED,))  # one for each prompt, after its first token
-ACCEPTED = (1, 2, 0)
-BLOCK, BLOCKS = 4, 16  # size and number of the blocks in the pools
-WIDTH = 5  # blocks of a prompt and its continuation
-TOLERANCE_FP32 = 1e-3  # root mean square error over the standard deviation of the logits
-TOLERANCE_HALF = 0.1
 
 
 class CacheBytes(NamedTuple):
@@ -100,7 +96,7 @@ class LayoutChoice:
         """A runner in this layout with `blocks` in its pool; `make` is its type, `options` are
         Runner's others."""
         options |= {"lone": self.lone, "rollback": self.rollback}
-        return make(model, self.layout, block_size, blocks, **options)
+        return make(model, self.layout, block_size, blocks=blocks, **options)
 
     def cases(self, model: Module, block_size: int, kv_bits: int = 0) -> list[Case]:
         """The kernels to verify for the model."""
@@ -284,7 +280,7 @@ def find_layout(
             if wanted not in ("auto", layout):
                 continue
             try:
-                runner = Runner(model, layout, BLOCK, BLOCKS, lone=lone, rollback=rollback)
+                runner = Runner(model, layout, BLOCK, blocks=BLOCKS, lone=lone, rollback=rollback)
                 if not (rollback or runner.states.layers):
                     continue  # the same as with rollback
                 with group.together():
@@ -300,11 +296,11 @@ def find_layout(
                 layout,
                 runner.trunk is not None,
                 lone,
-                _cache_bytes(runner, caches, kv_bits),
-                reference[0].shape[-1],
-                tuple(refused),
-                rollback,
-                sure,
+                cache_bytes=_cache_bytes(runner, caches, kv_bits),
+                vocab=reference[0].shape[-1],
+                refused=tuple(refused),
+                rollback=rollback,
+                sure=sure,
             )
     raise UnsupportedModel(
         "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused),
@@ -323,77 +319,3 @@ def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBy
         held = _bytes_of([cache.state for cache in caches])
         return CacheBytes(-(-held // KV_STEP))
     return _measure(caches, kv_bits)
-
-
-def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
-    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on, by
-    one pass for each; and its caches of the last prompt. Raises UnsupportedModel."""
-    logits = []
-    try:
-        for prompt in PROMPTS:
-            caches = make_prompt_cache(model)
-            rows = model(mx.array([(*prompt, *CONTINUATION)]), cache=caches)[0]
-            logits.append(rows[len(prompt) - 1 :])
-        mx.eval(logits)
-    except Exception as failure:  # the model's own code decides what it raises
-        raise UnsupportedModel(
-            f"mlx-lm itself cannot run this model here: {line_of(failure)}",
-        ) from failure
-    if mx.isnan(mx.stack(logits)).any().item():
-        raise UnsupportedModel("its logits are NaN: the weights are damaged; download them again")
-    return logits, caches
-
-
-def probe_logits(runner: Runner) -> list[dict[int, Array]]:
-    """The runner's logits for what `reference_logits` computes, all prompts in one batch: the rows
-    that it samples, each under its number there."""
-    logits: dict[Seq, dict[int, Array]] = {}
-    for i, prompt in enumerate(PROMPTS):
-        table = list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1)))
-        request = Request("probe", prompt, 1)
-        logits[Seq(request, tokens=[*prompt, *CONTINUATION], table=table)] = {}
-
-    def step(plan: Sequence[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
-        counts = dict(zip(plan, accepted, strict=False))
-        done = runner.forward(plan, None)
-        mx.eval(done.logits)
-        if any(accepted):
-            kept = [counts[row.entry] for row in done.rows if row.ordinal == 1]
-            runner.states.keep_accepted(mx.array(kept), done.first_row)
-        for e, n in counts.items():
-            first, number = done.first_row.get(e.seq, 0), e.start + e.count - e.seq.prompt_len
-            for i in range(n + 1 if e.samples else 0):
-                logits[e.seq][number + i] = done.logits[first + i]
-            e.seq.computed = e.start + e.count + n
-
-    step([Entry(seq, 0, 2, False) for seq in logits])
-    step([Entry(seq, 2, seq.prompt_len - 2, True) for seq in logits])
-    left = list(logits)
-    drafted = runner.layout != "solo" and runner.states.rollback_supported
-    if drafted:
-        drafts = map(Draft, DRAFTS)
-        step([Entry(seq, seq.computed, 1, True, draft=next(drafts)) for seq in left], ACCEPTED)
-        left = [seq for seq in left if seq.remaining > 1]  # one leaves the batch
-    step([Entry(seq, seq.computed, 1, True) for seq in left])
-    if not drafted:
-        step([Entry(seq, seq.computed, seq.remaining, True) for seq in left])
-    return list(logits.values())
-
-
-def logits_error(logits: Sequence[dict[int, Array]], reference: Sequence[Array]) -> str:
-    """How the logits, by their numbers in the reference, differ by more than rounding explains, or
-    ""."""
-    for numbered, whole in zip(logits, reference, strict=True):
-        rows, expected = mx.stack(list(numbered.values())), whole[mx.array(list(numbered))]
-        tolerance = TOLERANCE_HALF
-        if expected.dtype == mx.float32:
-            tolerance = TOLERANCE_FP32
-        a, b = [np.array(x.astype(mx.float32)) for x in (rows, expected)]
-        allowed = ~np.isneginf(b)  # some models mask tokens with -inf
-        if (allowed == np.isneginf(a)).any():
-            return "other tokens are masked"
-        off = (a - b)[allowed]
-        error = float(np.sqrt(np.square(off).mean()) / max(b[allowed].std(), 1e-6))
-        if not error <= tolerance:
-            return f"logits are off by {error:.2g} standard deviations"
-    return ""

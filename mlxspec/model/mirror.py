@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 
-from mlxspec.model.batch import Step
+from mlxspec.model.batch import Forward, S
 from mlxspec.model.parallel import TIMEOUT_S, ProcessGroup
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Sampled
-from mlxspec.types import STATE, Draft, Entry, Plan, Request, Sampling, Seq, Tap
+from mlxspec.sequences import Draft, SeqState, Span, Spans
+from mlxspec.types import STATE, Sampling, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
 NUMBERS = count(1)  # of what followers hold, of all models
@@ -47,8 +48,8 @@ class MirroredRunner(Runner):
         super().__init__(*args, **options)
         self._group, self._name = group, name
         # Number, tokens and tables of each sequence that the followers know.
-        self._told = WeakKeyDictionary[Seq, tuple[int, int, list[list[int]]]]()
-        self._plans = deque[Plan](maxlen=STEPS)
+        self._told = WeakKeyDictionary[SeqState, tuple[int, int, list[list[int]]]]()
+        self._plans = deque[Spans](maxlen=STEPS)
 
     def _call(self, what: str, *args: Any) -> None:
         self._group.call(self._name, what, self.highest(), *args)
@@ -59,9 +60,9 @@ class MirroredRunner(Runner):
         finalize(held, self._group.call, self._name, "drop", [], number)
         return number
 
-    def forward(self, plan: Plan, previous: Step | None) -> Step:
+    def forward(self, plan: Sequence[S], previous: Forward[S] | None) -> Forward[S]:
         """What a drafter left on the device follows on the device."""
-        told = [self._entry(e) for e in plan]
+        told = [self._span(e) for e in plan]
         self._call("step", told, previous is not None, list(self.view.taps))
         self._group.flush()
         for e in plan:
@@ -71,32 +72,31 @@ class MirroredRunner(Runner):
         self._plans.append(step.plan)
         return step
 
-    def _entry(self, e: Entry) -> Sequence[Any]:
-        """An entry for the followers: the number of its sequence; of a new one its prompt's length,
-        index, pooling and sampling; its tokens that are new to them; its tables, [] as before; the
-        state it starts from, None: fresh, GOES_ON or a snapshot's number; Entry's fields from
+    def _span(self, e: Span) -> Sequence[Any]:
+        """A span for the followers: the number of its sequence; of a new one its index, prompt's
+        length, pooling and sampling; its tokens that are new to them; its tables, [] as before; the
+        state it starts from, None: fresh, GOES_ON or a snapshot's number; Span's fields from
         `start` to `inflight_drafts`; its draft, or how many tokens follow on the device; masks."""
-        seq, new = e.seq, None
-        if seq not in self._told:
-            request = seq.request
-            new = seq.prompt_len, seq.index, request.pooling, asdict(request.sampling)
-            self._told[seq] = self._number(seq), 0, []
-        number, known, before = self._told[seq]
-        tables = [[*table] for table in seq.tables]
-        self._told[seq] = number, len(seq.tokens), tables
+        kept, new = e.kept, None
+        if kept not in self._told:
+            new = kept.index, kept.prompt_len, kept.pooling, asdict(kept.sampling)
+            self._told[kept] = self._number(kept), 0, []
+        number, known, before = self._told[kept]
+        tables = [[*table] for table in e.tables]
+        self._told[kept] = number, len(e.tokens), tables
         draft = e.draft.tokens
         return (
             number,
             new,
-            seq.tokens[known:],
+            e.tokens[known:],
             tables if tables != before else [],
-            None if seq.state is None else getattr(seq.state, "number", GOES_ON),
-            (e.start, e.count, e.samples, e.depth, e.pending, e.inflight_drafts),
+            None if kept.recurrent is None else getattr(kept.recurrent, "number", GOES_ON),
+            (e.start, e.count, e.samples, e.pending, e.inflight_drafts),
             len(draft) if isinstance(draft, mx.array) else [*draft],
             _in_hex(e.masks),
         )
 
-    def sample(self, step: Step) -> Sampled | None:
+    def sample(self, step: Forward[Any]) -> Sampled | None:
         sampled = super().sample(step)
         if sampled:
             self._group.samples.append(sampled.tokens)
@@ -107,15 +107,15 @@ class MirroredRunner(Runner):
             self._call("copy", [*copies])
         super().copy_blocks(copies)
 
-    # ---- recurrent states: an entry is told by its place among those of the last steps
+    # ---- recurrent states: a span is told by its place among those of the last steps
 
-    def _recent(self) -> list[Entry]:
+    def _recent(self) -> list[Span]:
         return [e for plan in self._plans for e in plan]
 
     def keep(self, state: Any) -> Snapshot:
         if isinstance(state, Snapshot):
             return state
-        place = [id(e.state) for e in self._recent()].index(id(state))
+        place = [id(e.recurrent) for e in self._recent()].index(id(state))
         kept = self._snapshot(super().keep(state))
         self._call("keep", place, kept.number)
         return kept
@@ -125,10 +125,10 @@ class MirroredRunner(Runner):
         made.number = self._number(made)
         return made
 
-    def cut(self, step: Step, entry: Entry, rows: int) -> None:
+    def cut(self, step: Forward[S], span: S, rows: int) -> None:
         if step.recordings:
-            self._call("cut", self._recent().index(entry), rows)
-        super().cut(step, entry, rows)
+            self._call("cut", self._recent().index(span), rows)
+        super().cut(step, span, rows)
 
     # ---- the prefix cache on disk: each rank's has its own part of the same blocks
 
@@ -156,7 +156,7 @@ class MirroredRunner(Runner):
     def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
         number = 0
         with self._group.together():
-            placed = super().place(group, blocks, arrays, which)
+            placed = super().place(group, blocks, arrays, which=which)
         if group == STATE:
             placed = self._snapshot(placed)
             number = placed.number
@@ -180,7 +180,7 @@ class Follower:
     engine: Any  # an engine.engine.Engine
     group: ProcessGroup
     _held: dict[int, Any] = field(default_factory=dict)  # sequences and snapshots by number
-    _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _steps: deque[Forward[Span]] = field(default_factory=lambda: deque(maxlen=STEPS))
     _read: "Future[Any] | None" = None  # a run from disk
     _arrays: Any = None  # of the run that was read
 
@@ -196,7 +196,7 @@ class Follower:
             case "copy", copies:
                 runner.copy_blocks(copies)
             case "keep", place, number:
-                self._held[number] = runner.keep(self._recent(place)[1].state)
+                self._held[number] = runner.keep(self._recent(place)[1].recurrent)
             case "cut", place, rows:
                 runner.cut(*self._recent(place), rows)
             case "save", group, keys, contents:
@@ -211,7 +211,7 @@ class Follower:
             case "found", seconds:
                 self.group.gather(_in_hex(self._found(seconds)), TIMEOUT_S)
             case "place", number, group, blocks, which:
-                self._held[number] = runner.place(group, blocks, self._arrays, which)
+                self._held[number] = runner.place(group, blocks, self._arrays, which=which)
             case "unload", seconds:
                 self.engine.close(seconds)
 
@@ -222,7 +222,7 @@ class Follower:
             return tuple(run.keys)
         return ()
 
-    def _recent(self, place: int) -> tuple[Step, Entry]:
+    def _recent(self, place: int) -> tuple[Forward[Span], Span]:
         return [(step, e) for step in self._steps for e in step.plan][place]
 
     def _step(self, told: Sequence[Any], overlaps: bool, taps: Sequence[Tap]) -> None:
@@ -231,32 +231,34 @@ class Follower:
         if list(runner.view.taps) != taps:
             # Else a step without samples would compute less than rank 0's.
             runner.tap(taps)
-        plan = list(map(self._entry, told))
+        plan = list(map(self._span, told))
         step = runner.forward(plan, self._steps[-1] if overlaps else None)
         runner.submit(step, runner.sample(step))
         if step.sampled:
             self.group.samples.append(step.sampled.tokens)
         for e in plan:
-            e.state = e.seq.state
+            e.recurrent = e.kept.recurrent
         self._steps.append(step)
 
-    def _entry(self, told: Sequence[Any]) -> Entry:
+    def _span(self, told: Sequence[Any]) -> Span:
         number, new, tokens, tables, state, rows, draft, masks = told
         if new:
-            length, index, pooling, sampling = new
-            prompt = tuple(tokens[:length])
-            request = Request("", prompt, 1, Sampling(**sampling), pooling=pooling)
-            self._held[number] = Seq(request, index)
-        seq = self._held[number]
-        seq.tokens += tokens
+            index, length, pooling, sampling = new
+            self._held[number] = (
+                SeqState(Sampling(**sampling), index, length, pooling=pooling),
+                [],
+                [],
+            )
+        kept, known, own = self._held[number]
+        known += tokens
         if tables:
-            seq.table, *seq.windows = tables
+            own[:] = tables
         if state != GOES_ON:
-            seq.state = state and self._held[state]
-            seq.batch = None
+            kept.recurrent = state and self._held[state]
+            kept.batch = None
         if isinstance(draft, int):
             draft = self.group.share(mx.zeros(draft, mx.int32))
-        e = Entry(seq, *rows)
+        e = Span(kept, own, known, *rows)
         e.draft = Draft(draft)
         e.masks = list(map(bytes.fromhex, masks))
         return e

@@ -111,7 +111,7 @@ class Pages:
         group = self.view.groups[0]
         blocks, _, keep = group.select(self.window)
         keys, values = [
-            gather(pool, blocks, self.view.block_size, keep, packing)
+            gather(pool, blocks, self.view.block_size, keep=keep, packing=packing)
             for pool, packing in zip(self.pools(), self.packings, strict=True)
         ]
         return keys, values

@@ -18,7 +18,7 @@ from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.runner import Runner
-from mlxspec.types import Entry, Request, Seq
+from mlxspec.sequences import SeqState, Span
 
 TOKENS = (0, 0, 0)  # of the step whose cases are recorded
 CASE_BLOCKS = 1 + len(TOKENS)  # enough for blocks of one token
@@ -80,10 +80,17 @@ def _supported(layer: Any) -> bool:
 def kernel_cases(runner: Runner) -> list[Case]:
     """The cases of all kernels that a step of an installed model calls. The runner, of CASE_BLOCKS
     blocks, is for this alone."""
-    seq = Seq(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=[*range(1, CASE_BLOCKS)])
+    span = Span(
+        SeqState(),
+        tables=[[*range(1, CASE_BLOCKS)]],
+        tokens=[*TOKENS],
+        start=0,
+        count=len(TOKENS),
+        samples=True,
+    )
     KERNELS.recorded = found = list[Case]()
     try:
-        logits = runner.forward([Entry(seq, 0, len(TOKENS), True)], None).logits
+        logits = runner.forward([span], None).logits
     finally:
         KERNELS.recorded = None
     for dtype in (logits.dtype, mx.float32):  # the latter of a bias or penalty

@@ -21,13 +21,14 @@ from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache
 
 from mlxspec.kernels.reference import finite
-from mlxspec.types import Entry, Json, Plan, Seq, Tap, UnsupportedModel
+from mlxspec.sequences import SeqState, Span, Spans
+from mlxspec.types import Json, Tap, UnsupportedModel
 
 StateArrays = tuple[Array, ...]
 # int32 [B], the rows that stand of each sequence, at least 1 -> the batch's state [B, ...] after.
 Replay = Callable[[Array], Array]
 
-MAX_SLICED_ROWS = 16  # of an entry; after longer ones its state is copied, not a slice
+MAX_SLICED_ROWS = 16  # of a span; after longer ones its state is copied, not a slice
 NOT_RECORDED = "a recurrent layer's state update cannot be recorded"
 # mlx-lm's functions that return (output [B, L, ...], new state), and leave the state of masked rows
 # as it is.
@@ -39,10 +40,10 @@ WEIGHED = {"hidden_states", "B", "dt"}
 
 @dataclass(slots=True, eq=False)
 class StateRecorder:
-    """What the recurrences read in one forward [B, L] of `entries`; `replays` has one per state
+    """What the recurrences read in one forward [B, L] of `spans`; `replays` has one per state
     array."""
 
-    entries: Plan
+    spans: Spans
     convolutions: list[Array] = field(default_factory=list)  # in the order of the layers
     recurrences: list[tuple[Array, Replay]] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
@@ -135,36 +136,36 @@ class RecurrentStates:
     rollback_supported: bool = True
     dtypes: Sequence[mx.Dtype] = ()  # of a sequence's state, once known
     taps: Sequence[Tap] = ()
-    _last: list[Seq] = field(default_factory=list)  # sequences of the step before
+    _last: list[SeqState] = field(default_factory=list)  # sequences of the step before
     _recorded: list[StateRecorder] = field(default_factory=list)  # of the last step's forwards
 
-    def begin_step(self, plan: Plan) -> None:
+    def begin_step(self, spans: Spans) -> None:
         """Copy the states of sequences that left the batch: a slice pins the batch's array."""
         self._recorded = []
         if not self.layers:
             return
-        now = [e.seq for e in plan]
-        for seq in self._last:
-            if seq not in now and seq.state is not None:
-                _detach(seq)
+        now = [e.kept for e in spans]
+        for kept in self._last:
+            if kept not in now and kept.recurrent is not None:
+                _detach(kept)
         self._last = now
 
-    def load(self, entries: Plan) -> None:
-        """Hand the layers the entries' states; starts recording if one of them has a draft."""
+    def load(self, spans: Spans) -> None:
+        """Hand the layers the spans' states; starts recording if one of them has a draft."""
         if not self.layers:
             return
-        parts = [e.seq.state for e in entries]
-        arrays, batched = entries[0].seq.batch or ((), ())
+        parts = [e.kept.recurrent for e in spans]
+        arrays, batched = spans[0].kept.batch or ((), ())
         if list(map(id, parts)) != list(map(id, batched)):
             states = [] if parts[0] is None else parts
             arrays = [mx.concatenate(list(same)) for same in zip(*states, strict=True)]
         held = iter(arrays)
         for layer in self.layers:
             layer.cache = [next(held, None) for _ in layer.cache]
-        if self.rollback_supported and any(len(e.draft) for e in entries):
-            _recorder.set(StateRecorder(entries))
+        if self.rollback_supported and any(len(e.draft) for e in spans):
+            _recorder.set(StateRecorder(spans))
 
-    def store(self, entries: Plan, tapped: Mapping[Tap, Array]) -> Sequence[Array]:
+    def store(self, spans: Spans, tapped: Mapping[Tap, Array]) -> Sequence[Array]:
         """Cut the layers' new states into the sequences' states; returns the arrays [B, ...].
         `tapped` are the forward's hidden states [B, L, D]."""
         arrays: list[Any] = [array for layer in self.layers for array in layer.cache]
@@ -180,11 +181,11 @@ class RecurrentStates:
             if recorder:
                 recorder.replays.append(partial(_part_after, hidden, mx.array([-1])))
         self.dtypes = [array.dtype for array in arrays]
-        _assign(entries, arrays)
-        if recorder or entries[0].rows <= MAX_SLICED_ROWS:
+        _assign(spans, arrays)
+        if recorder or spans[0].rows <= MAX_SLICED_ROWS:
             return arrays
-        for e in entries:  # a slice would pin all that the pass read
-            _detach(e.seq)
+        for e in spans:  # a slice would pin all that the pass read
+            _detach(e.kept)
         return ()
 
     def release(self) -> None:
@@ -198,35 +199,34 @@ class RecurrentStates:
         last: Iterable[Any] = self.layers[-1].cache if self.layers else ()
         return list(last)
 
-    def keep_accepted(self, accepted: Array, samplers: Collection[Seq]) -> list[StateRecorder]:
+    def keep_accepted(self, accepted: Array, samplers: Collection[SeqState]) -> list[StateRecorder]:
         """Bring the states that a forward with drafts left to those after the accepted ones,
         lazily. `accepted` int32 [R]: how many were, for each of `samplers`. Returns what `cut`
         needs."""
         recordings, self._recorded = self._recorded, []
         for recorder in recordings:
-            known = mx.array([e.count for e in recorder.entries])
-            rows = known + by_entry(accepted, samplers, recorder.entries)
-            _assign(recorder.entries, recorder.states_after(rows))
+            known = mx.array([e.count for e in recorder.spans])
+            rows = known + by_span(accepted, samplers, recorder.spans)
+            _assign(recorder.spans, recorder.states_after(rows))
         return recordings
 
     @staticmethod
-    def cut(recordings: Iterable[StateRecorder], entry: Entry, rows: int) -> None:
-        """Bring the state of an entry that ended at a stop to that after its first `rows` rows."""
+    def cut(recordings: Iterable[StateRecorder], span: Span, rows: int) -> None:
+        """Bring the state of a span that ended at a stop to that after its first `rows` rows."""
         for recorder in recordings:
-            entries = recorder.entries
-            if entry in entries:
-                arrays = recorder.states_after(mx.full(len(entries), rows, mx.int32))
-                state = own(_part(arrays, entries.index(entry)))
-                if entry.seq.state is entry.state:  # no later step has gone on from it
-                    entry.seq.state = state
-                entry.state = state
+            if span in recorder.spans:
+                arrays = recorder.states_after(mx.full(len(recorder.spans), rows, mx.int32))
+                state = own(_part(arrays, recorder.spans.index(span)))
+                if span.kept.recurrent is span.recurrent:  # no later step has gone on from it
+                    span.kept.recurrent = state
+                span.recurrent = state
 
 
-def by_entry(accepted: Array, samplers: Collection[Seq], plan: Plan) -> Array:
-    """int32 [entries] of `accepted` int32 [R], which has one for each of `samplers`; 0 for an entry
-    that is not among them."""
-    places = {seq: n for n, seq in enumerate(samplers)}
-    found = [places.get(e.seq, -1) for e in plan]
+def by_span(accepted: Array, samplers: Collection[SeqState], spans: Spans) -> Array:
+    """int32 [spans] of `accepted` int32 [R], which has one for each of `samplers`; 0 for a span
+    whose sequence is not among them."""
+    places = {kept: n for n, kept in enumerate(samplers)}
+    found = [places.get(e.kept, -1) for e in spans]
     return mx.pad(accepted, (0, 1))[mx.array(found)]
 
 
@@ -235,21 +235,21 @@ def _part(arrays: Sequence[Array], i: int) -> StateArrays:
     return tuple(array[i : i + 1] for array in arrays)
 
 
-def _assign(entries: Plan, arrays: Sequence[Array]) -> None:
-    """Give the entries' sequences their parts of the batch's states; the next forward of the same
+def _assign(spans: Spans, arrays: Sequence[Array]) -> None:
+    """Give the spans' sequences their parts of the batch's states; the next forward of the same
     sequences takes the arrays as they are."""
     parts = [tuple(arrays)]
-    if len(entries) > 1:
-        parts = [_part(arrays, i) for i in range(len(entries))]
-    for e, part in zip(entries, parts, strict=True):
-        e.seq.state = part
-        e.seq.batch = arrays, parts
+    if len(spans) > 1:
+        parts = [_part(arrays, i) for i in range(len(spans))]
+    for e, part in zip(spans, parts, strict=True):
+        e.kept.recurrent = part
+        e.kept.batch = arrays, parts
 
 
-def _detach(seq: Seq) -> None:
+def _detach(kept: SeqState) -> None:
     """Let a sequence's state pin no batch."""
-    seq.state = own(seq.state)
-    seq.batch = None
+    kept.recurrent = own(kept.recurrent)
+    kept.batch = None
 
 
 def own(state: StateArrays) -> StateArrays:

@@ -19,9 +19,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, recurrent
 from mlxspec.model.batch import (
+    Forward,
     NaNs,
+    S,
     Shift,
-    Step,
     bucket,
     build_inputs,
     fill_view,
@@ -36,7 +37,8 @@ from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk
-from mlxspec.types import FINAL_NORM, STATE, Entry, Plan, Tap
+from mlxspec.sequences import Span, Spans
+from mlxspec.types import FINAL_NORM, STATE, Tap
 
 FIRST_BLOCKS = 32  # of a pool that grows
 SPARE = 32  # one in so many of a pool's blocks is grown ahead; a full pool was moved as often
@@ -83,7 +85,7 @@ class Runner:
         self.layout = layout
         self.lone = lone or layout == "solo"
         pools = {None: blocks} | dict(windows or {})
-        self.view = View(block_size, pools, dict(pools), layout == "gather", kv_bits)
+        self.view = View(block_size, pools, dict(pools), dense=layout == "gather", kv_bits=kv_bits)
         self._split = False
         self.highest: Callable[[], Sequence[int]] = lambda: [0 for _ in pools]
         self.caches: list[Any] = []
@@ -178,7 +180,7 @@ class Runner:
     # ---- blocks and recurrent states for the prefix cache, in memory and on disk ---------------
 
     def keep(self, state: Any) -> Any:
-        """A copy of an entry's recurrent state for the prefix cache."""
+        """A copy of a recurrent state for the prefix cache."""
         return recurrent.own(state)
 
     def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[Array]:
@@ -226,8 +228,8 @@ class Runner:
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(self, plan: Plan, previous: Step | None) -> Step:
-        """The plan's forward, its entries sorted so that like ones are neighbours: lazy in the rows
+    def forward(self, plan: Sequence[S], previous: Forward[S] | None) -> Forward[S]:
+        """The forward of some spans, sorted so that like ones are neighbours: lazy in the rows
         layout, else each of its passes is submitted at once. `previous` is the step in flight,
         which holds pending tokens."""
         # The K/V of all that decodes, padded to the longest context, may be too much to gather:
@@ -243,15 +245,16 @@ class Runner:
             row_shift = shift[mx.array(owners)]
         ids = build_inputs(plan, previous, shift)
         asked = self.view.taps
-        pooling = [e for e in plan if e.seq.request.pooling]
+        pooling = [e for e in plan if e.kept.pooling]
         if pooling:
             self.view.taps = {*asked, FINAL_NORM}
         nans: list[NaNs] = []
         try:
-            logits, taps = self._forward(plan, ids, shift, nans)
+            logits, taps = self._forward(plan, ids, shift=shift, nans=nans)
         finally:
             self.view.taps = asked
-        step = Step(plan, ids, rows_of(plan), row_shift, logits, taps, nans)
+        rows = rows_of(plan)
+        step = Forward(plan, ids, rows, shift=row_shift, logits=logits, taps=taps, nans=nans)
         if pooling:
             first = starts_of(plan)
             for e in pooling:
@@ -259,25 +262,25 @@ class Runner:
                 step.pooled[e] = hidden.astype(mx.float32)
         return step
 
-    def sample(self, step: Step) -> Sampled | None:
-        """Lazy samples of a forward's sampled rows; None where no entry samples."""
+    def sample(self, step: Forward[Any]) -> Sampled | None:
+        """Lazy samples of a forward's sampled rows; None where no span samples."""
         if not step.rows:
             return None
-        sampled = sample(step.logits, step.rows, step.ids, step.shift)
+        sampled = sample(step.logits, step.rows, step.ids, shift=step.shift)
         if sampled.accepted is not None:
             step.recordings = self.states.keep_accepted(sampled.accepted, step.first_row)
         return sampled
 
-    def cut(self, step: Step, entry: Entry, rows: int) -> None:
-        """Bring the recurrent state of an entry that ended at a stop to that after its first `rows`
+    def cut(self, step: Forward[S], span: S, rows: int) -> None:
+        """Bring the recurrent state of a span that ended at a stop to that after its first `rows`
         rows."""
-        self.states.cut(step.recordings, entry, rows)
+        self.states.cut(step.recordings, span, rows)
 
-    def submit(self, step: Step, sampled: Sampled | None) -> Step:
+    def submit(self, step: Forward[S], sampled: Sampled | None) -> Forward[S]:
         """Start the step on the device, without waiting for it."""
         own: list[Array] = []
         if self.layout == "solo":
-            own = arrays_in([cache.state for e in step.plan for cache in e.seq.state])
+            own = arrays_in([cache.state for e in step.plan for cache in e.kept.recurrent])
         results: list[Any] = [own, step.taps, step.pooled, [found for found, _ in step.nans]]
         if sampled:
             results += sampled.logprobs, sampled.accepted
@@ -286,32 +289,32 @@ class Runner:
             # Without samples, the last layer's K and V, or state, depend on all before.
             # MLX holds an array that is named until the whole step is done, and would copy a pool
             # that the next step writes before that: so new memory is named, not a pool.
-            arrays = own or pools_of(self.pages()) or step.plan[-1].seq.state
+            arrays = own or pools_of(self.pages()) or step.plan[-1].kept.recurrent
             step.marker = [array.flatten()[:1] + 0 for array in arrays[-2:]]
         step.sampled = sampled
         step.logits = None
         mx.async_eval(step.marker, *results)
         return step
 
-    def forward_rows(self, plan: Plan, ids: Array, shift: Shift) -> Array:
-        """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
+    def forward_rows(self, spans: Spans, ids: Array, shift: Shift) -> Array:
+        """Logits [R, vocab] of spans in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
-        logits, _ = self._forward(plan, ids, shift, [])
+        logits, _ = self._forward(spans, ids, shift=shift, nans=[])
         mx.async_eval(logits)
         return logits
 
-    def _form(self, e: Entry) -> tuple[Any, ...]:
-        """What entries must have in common to share a forward; those that decode come first."""
+    def _form(self, e: Span) -> tuple[Any, ...]:
+        """What spans must have in common to share a forward; those that decode come first."""
         if self.layout == "rows":
             return ()
         rows, context = bucket(e, self.view.block_size)
         if e.count == 1:
             rows, context = 0, context if self._split else 0
-        fresh = bool(self.states.layers) and e.seq.state is None
+        fresh = bool(self.states.layers) and e.kept.recurrent is None
         return fresh, rows, context
 
-    def _order(self, e: Entry) -> tuple[Any, ...]:
-        """Entries of one forward are neighbours, and in it those of one attention group."""
+    def _order(self, e: Span) -> tuple[Any, ...]:
+        """Spans of one forward are neighbours, and in it those of one attention group."""
         group = bucket(e, self.view.block_size)
         if self.layout == "rows":
             return group
@@ -319,41 +322,41 @@ class Runner:
 
     def _forward(
         self,
-        plan: Plan,
+        spans: Spans,
         ids: Array,
         shift: Shift,
         nans: list[NaNs],
     ) -> tuple[Array, dict[Tap, Array]]:
-        """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order. Adds what
-        tells of the rows that are not sampled to `nans`."""
-        alike: Callable[[Entry], Any] = id if self.lone else self._form
-        self.states.begin_step(plan)
+        """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in the spans' order. Adds
+        what tells of the rows that are not sampled to `nans`."""
+        alike: Callable[[Span], Any] = id if self.lone else self._form
+        self.states.begin_step(spans)
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
-        for batch, places, rows in runs_of(plan, alike):
+        for batch, places, rows in runs_of(spans, alike):
             part = None if shift is None else shift[places]
-            logits.append(self._forward_batch(batch, ids[rows], part, nans))
+            logits.append(self._forward_batch(batch, ids[rows], shift=part, nans=nans))
             for tap, parts in taps.items():
                 parts.append(self.view.tapped.pop(tap))
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
-    def _forward_batch(self, batch: Plan, ids: Array, shift: Shift, nans: list[NaNs]) -> Array:
+    def _forward_batch(self, batch: Spans, ids: Array, shift: Shift, nans: list[NaNs]) -> Array:
         """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others; its
         taps [T, D] are in the view."""
         view = self.view
         caches = self.caches
-        length = 0  # rows of each entry, where they are the same
+        length = 0  # rows of each span, where they are the same
         if self.layout != "rows":
             length = max(e.rows for e in batch)
         padded = len(batch) * length > len(ids)
         if padded:
             ids = ids[padded_rows(batch, length)]
         if self.layout == "solo":
-            seq = batch[0].seq
-            caches = seq.state = seq.state or make_prompt_cache(self.model)
+            kept = batch[0].kept
+            caches = kept.recurrent = kept.recurrent or make_prompt_cache(self.model)
         else:
             self.grow()
-            fill_view(view, batch, shift, length)
+            fill_view(view, batch, shift, length=length)
             if length:  # mlx-lm's layers ask for the first position of each sequence
                 view.positions = view.positions[::length]
         view.sampled = sampled = sampled_rows(batch, length)
@@ -379,7 +382,7 @@ class Runner:
             mx.async_eval(logits, *states, *pools, [found for found, _ in nans])
         return logits
 
-    def _nans(self, batch: Plan, length: int) -> Iterator[NaNs]:
+    def _nans(self, batch: Spans, length: int) -> Iterator[NaNs]:
         """What tells whether rows of a forward that are not sampled are finite: what it has written
         last, since NaN in a row's hidden state stays there in all layers after."""
         parts = unsampled(batch, length)

@@ -16,13 +16,14 @@ from mlx.core import array as Array
 
 from mlxspec.kernels.reference import Draws, allow
 from mlxspec.kernels.sampling import sample_accept
-from mlxspec.types import COLDEST, NARROW, NOT_FINITE, Entry, Logprob, Plan, Sampling, Seq
+from mlxspec.sequences import Span, Spans
+from mlxspec.types import COLDEST, NARROW, NOT_FINITE, Logprob, Sampling
 
 
 @dataclass(slots=True)
 class Sampled:
     """Lazy results of a step. `tokens` int32 [R], NOT_FINITE where logits are not; `accepted` int32
-    [sampling entries], how many drafted tokens were accepted, None if nothing was drafted.
+    [sampling spans], how many drafted tokens were accepted, None if nothing was drafted.
     `logprobs`, only if some row asked for them: the log-probabilities [R] of the sampled tokens;
     then ids and log-probabilities [R, k] of the k best, best first."""
 
@@ -33,12 +34,12 @@ class Sampled:
 
 @dataclass(slots=True)
 class SampledRow:
-    """One sampled row: its entry, its request's sampling, and the position of the token that it
-    samples (a lower bound where the entry's start is one). `ordinal` counts the entry's sampled
+    """One sampled row: its span, its request's sampling, and the position of the token that it
+    samples (a lower bound where the span's start is one). `ordinal` counts the span's sampled
     rows from 1, of which the first has index `first_input` among the step's input tokens; `mask`
     has a bit for each token that may be sampled, empty: all may."""
 
-    entry: Entry
+    span: Span
     sampling: Sampling
     position: int
     ordinal: int = 1
@@ -49,24 +50,32 @@ class SampledRow:
 Rows = Sequence[SampledRow]
 
 
-def rows_of(plan: Plan) -> list[SampledRow]:
-    """The sampled rows of a plan, in plan order."""
+def rows_of(spans: Spans) -> list[SampledRow]:
+    """The sampled rows of a forward, in the spans' order."""
     rows = []
     end = 0
-    for e in plan:
+    for e in spans:
         end += e.rows
-        for i in range(e.sampled):
+        sampled = e.sampled
+        for i in range(sampled):
             mask = e.masks[i] if e.masks else b""
             position = e.start + e.count + i
-            sampling = e.seq.request.sampling
-            rows.append(SampledRow(e, sampling, position, i + 1, end - e.sampled, mask))
+            row = SampledRow(
+                e,
+                e.kept.sampling,
+                position,
+                ordinal=i + 1,
+                first_input=end - sampled,
+                mask=mask,
+            )
+            rows.append(row)
     return rows
 
 
 def drafts_of(rows: Rows) -> list[tuple[int, int]]:
-    """(index of its first token among the input tokens, length) of each sampling entry's draft; []
+    """(index of its first token among the input tokens, length) of each sampling span's draft; []
     if nothing was drafted."""
-    drafts = [(row.first_input + 1, len(row.entry.draft)) for row in rows if row.ordinal == 1]
+    drafts = [(row.first_input + 1, len(row.span.draft)) for row in rows if row.ordinal == 1]
     return drafts if any(count for _, count in drafts) else []
 
 
@@ -95,14 +104,14 @@ def sample(
     x = _penalize(x, rows, inputs)
     draws = Draws(
         [_temperature(row) for row in rows],
-        [seed32(row.sampling.seed, row.entry.seq.index) for row in rows],
+        [seed32(row.sampling.seed, row.span.kept.index) for row in rows],
         [row.position for row in rows],
-        [row.mask for row in rows],
-        shift,
-        _floors(x, rows),
-        checked,
+        masks=[row.mask for row in rows],
+        shift=shift,
+        min_logits=_floors(x, rows),
+        checked=checked,
     )
-    tokens, accepted = sample_accept(x, draws, inputs, drafts_of(rows))
+    tokens, accepted = sample_accept(x, draws, inputs, drafts=drafts_of(rows))
     return Sampled(tokens, accepted, _logprobs(logits, tokens, max(wanted)) if wanted else ())
 
 
@@ -171,10 +180,9 @@ def _token_counts(rows: Rows, inputs: Array, vocab: int) -> Array:
     known = []
     unread = []  # generated input tokens of this step, each with a row that comes after it
     for r, row in enumerate(rows):
-        seq = row.entry.seq
-        first = row.position - row.ordinal  # of the entry's input tokens that may be unread
-        in_prompt = max(0, seq.prompt_len - first)
-        known.append(_host_counts(seq, first + in_prompt, vocab))
+        first = row.position - row.ordinal  # of the span's input tokens that may be unread
+        in_prompt = max(0, row.span.kept.prompt_len - first)
+        known.append(_host_counts(row.span, first + in_prompt, vocab))
         for i in range(in_prompt, row.ordinal):
             unread.append((row.first_input + i, r))
     counts = mx.stack(known, axis=1)
@@ -184,15 +192,16 @@ def _token_counts(rows: Rows, inputs: Array, vocab: int) -> Array:
     return counts
 
 
-def _host_counts(seq: Seq, upto: int, vocab: int) -> Array:
+def _host_counts(span: Span, upto: int, vocab: int) -> Array:
     """float32 [2, vocab]: how often each token stands in the prompt, and was generated before
     position `upto`. Kept with the sequence: a step counts only what is new."""
-    counted, counts = seq.counts or (0, mx.zeros((2, vocab)))
+    kept = span.kept
+    counted, counts = kept.counts or (0, mx.zeros((2, vocab)))
     if upto > counted:
-        generated = mx.arange(counted, upto) >= seq.prompt_len
-        new = mx.array(seq.tokens[counted:upto])
+        generated = mx.arange(counted, upto) >= kept.prompt_len
+        new = mx.array(span.tokens[counted:upto])
         counts = counts.at[generated.astype(mx.int32), new].add(1.0)
-        seq.counts = upto, counts
+        kept.counts = upto, counts
     found: Array = counts
     return found
 

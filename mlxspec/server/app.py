@@ -55,7 +55,7 @@ def create_app(
     )
     name = worker.info.name
     paths = {name: path, **(others or {})}
-    app.state.server = ServerState(worker, config, Metrics(lambda: worker.models), paths)
+    app.state.server = ServerState(worker, config, Metrics(lambda: worker.models), paths=paths)
     if config.record:
         app.state.server.recorder = Recorder(cache_of(config) / "answers", paths)
     app.state.server.open(name, tokenizer)

@@ -110,7 +110,9 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         request = replace(request, grammar=matcher)
     choices = []
     for index in range(body.n):
-        reader = Detokenizer(tokenizer, body.stop, request.stop_tokens, chat.continued)
+        reader = Detokenizer(
+            tokenizer, body.stop, request.stop_tokens, prompt_text_continues=chat.continued
+        )
         parser = OutputParser(
             tokenizer,
             types,
@@ -143,7 +145,7 @@ def _remember(
         cut = cut or talk.continued
         if choice.finish == "stop" and not cut and choice.ids[-1] in tokenizer.eos_token_ids:
             [turn] = canonical([message(choice)])
-            remember(tokenizer, talk, prompt, turn, choice.ids, history)
+            remember(tokenizer, talk, prompt, answer=turn, ids=choice.ids, history=history)
 
 
 def render_prompt(
@@ -153,10 +155,17 @@ def render_prompt(
 ) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
     options = {name: value for name, value in chat.options.items() if value is not None}
-    talk = conversation_of(chat.messages, chat.tools, options, model.history)
+    talk = conversation_of(chat.messages, chat.tools, options, history=model.history)
     talk = replace(talk, continued=chat.continued)
     context = model.info.context
-    prompt = render(model.tokenizer, talk, model.history, generation_prompt, context, chat.source)
+    prompt = render(
+        model.tokenizer,
+        talk,
+        model.history,
+        generation_prompt=generation_prompt,
+        context=context,
+        field=chat.source,
+    )
     return talk, prompt
 
 
@@ -251,7 +260,7 @@ def _grammar(
     for loose in (False, True):
         rules = [] if required else [header + json_rule(form.value, form.field)]
         if calls:
-            rules.append(grammars.calls(talk.tools, name, single, form.field, loose))
+            rules.append(grammars.calls(talk.tools, name, single, where=form.field, loose=loose))
         texts.append(grammars.rules(rules))
     return grammars.compile(texts[0], prompt.thinking, form.field, instead=texts[1])
 
@@ -271,5 +280,5 @@ def encode_prompt(
     field: str = "prompt",
 ) -> list[int]:
     """Token ids of a field. Raises RejectedRequest for a text far beyond the context."""
-    check_length(model.tokenizer, text, model.info.context, field)
+    check_length(model.tokenizer, text, model.info.context, field=field)
     return encode(model.tokenizer, text, special)

@@ -82,12 +82,12 @@ def error_response(scope: Scope, error: ApiError) -> Response:
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     """400: the field `param` has to be changed."""
-    return ApiError(400, message, param, code)
+    return ApiError(400, message, param, code=code)
 
 
 def unavailable(why: str) -> ApiError:
     """503: a configured model cannot be loaded now."""
-    return ApiError(503, why, "model", "model_not_loaded", {"Retry-After": "10"})
+    return ApiError(503, why, "model", code="model_not_loaded", headers={"Retry-After": "10"})
 
 
 async def on_error(http: HttpRequest, error: Any) -> Response:
@@ -100,7 +100,7 @@ async def on_error(http: HttpRequest, error: Any) -> Response:
         case ApiError():
             pass
         case RejectedRequest():
-            error = ApiError(400, why, error.field, error.code)
+            error = ApiError(400, why, error.field, code=error.code)
         case UserError():
             error = unavailable(why)
         case Busy():

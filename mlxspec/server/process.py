@@ -136,7 +136,7 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     chosen, *others = resolve_models(config)
     group = group or join(config.ranks, flags)
     worker = Worker(
-        make_manager([chosen, *others], config, load_on_request, group),
+        make_manager([chosen, *others], config, load_on_request, group=group),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
     )
@@ -157,7 +157,7 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
 
     announce(f"mlxspec serve {as_flags(config)}")
     paths = {other.name: other.path for other in others}
-    return create_app(worker, chosen.tokenizer, chosen.path, config, paths)
+    return create_app(worker, chosen.tokenizer, chosen.path, config=config, others=paths)
 
 
 def announce(text: str) -> None:

@@ -67,7 +67,7 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
                 response.headers["access-control-allow-origin"] = headers["origin"]
                 response.headers["access-control-expose-headers"] = ", ".join(EXPOSED)
                 response.headers["vary"] = "Origin"
-            return await _refuse(response, scope, receive, send)
+            return await _refuse(response, scope, receive, send=send)
         await app(scope, receive, send)
 
     return protected

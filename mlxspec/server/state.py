@@ -181,7 +181,9 @@ class ServerState:
             # Loading the weights may change the vocabulary's size, and masks fit any.
             grammars = Grammars(tokenizer, self.worker.models[name].info.vocab)
             defaults = generation_defaults(path)
-            self.models[name] = TextModel(self, name, tokenizer, defaults, grammars, files)
+            self.models[name] = TextModel(
+                self, name, tokenizer, defaults=defaults, grammars=grammars, files=files
+            )
             log.info("%s: tools: %s", name, call_support(tokenizer))
 
 

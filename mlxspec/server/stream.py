@@ -78,7 +78,7 @@ class Choice:
         self.whole.parts += parts
         self.whole.logprobs += logprobs
         self.whole.starts += starts
-        return Piece(parts, logprobs, starts, self.finish)
+        return Piece(parts, logprobs, starts, finish=self.finish)
 
     def _release(self) -> None:
         """Take the tokens whose text the reader has shown. They are sure where no stop string may
@@ -168,7 +168,7 @@ def failure(output: Output) -> ApiError:
     if output.fault == "numbers":
         return ApiError(500, output.error)
     if output.fault == "prompt":
-        return ApiError(400, output.error, None, "context_length_exceeded")
+        return ApiError(400, output.error, None, code="context_length_exceeded")
     if output.fault == "grammar":
         return ApiError(400, f"{output.error}; send a simpler schema or grammar")
     if output.fault == "client":

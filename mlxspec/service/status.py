@@ -53,15 +53,15 @@ def get_status(url: str, api_key: str = "") -> Status:
     elif not crashes.is_running():
         return Status(url, "asleep", "waiting")
     try:
-        with request(url, api_key, "GET", "/page/now", timeout=TIMEOUT_S) as response:
+        with request(url, api_key, "GET", path="/page/now", timeout=TIMEOUT_S) as response:
             return parse(url, service, json.load(response))
     except NotRunning as error:
         why = str(error)
         if service == "stopped":
             why = "the service is stopped; run: mlxspec service start"
-        return Status(url, "stopped", service, why)
+        return Status(url, "stopped", service, why=why)
     except ClientError as error:
-        return Status(url, "unwell", service, str(error))
+        return Status(url, "unwell", service, why=str(error))
 
 
 def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mlxspec.model.batch import Step
+from mlxspec.sequences import Accepted, Entry, Plan, Seq
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import Accepted, Plan, Seq
-
-Proposals = Mapping[Seq, Proposal]
 
 
 class Drafter(Protocol):
@@ -30,10 +28,13 @@ class Drafter(Protocol):
     def options(self, seq: Seq) -> list[Proposal]:
         """What it could draft now, with what its acceptance rates depend on and its costs."""
 
-    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
-        """Fill the draft of each entry whose sequence is in `chosen`, with at most `entry.depth`
-        tokens. `plan` is the whole next step, `previous` the step in flight. Never waits for the
-        device."""
+    def chosen(self, plan: Plan) -> list[Entry]:
+        """The entries of which a proposal of its own is to be drafted."""
+        return [e for e in plan if e.proposal and e.proposal.drafter is self]
+
+    def draft(self, plan: Plan, previous: Step | None) -> None:
+        """Fill the draft of each `chosen` entry, with at most `entry.depth` tokens. `plan` is the
+        whole next step, `previous` the step in flight. Never waits for the device."""
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         """A step was committed."""

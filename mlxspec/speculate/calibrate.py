@@ -13,8 +13,9 @@ import numpy as np
 from mlxspec import log
 from mlxspec.model.runner import Runner
 from mlxspec.progress import Report
+from mlxspec.sequences import Draft, SeqState, Span
 from mlxspec.speculate.controller import GRID, Costs
-from mlxspec.types import NULL_BLOCK, Check, Draft, Entry, Request, Seq
+from mlxspec.types import NULL_BLOCK, Check
 
 SECONDS = 1.0
 TURNS = 4
@@ -69,13 +70,13 @@ class Calibration:
         """Go on measuring; `table` are unused blocks. Calls `check` before each step, and raises
         what it raises."""
         if not self._done:
-            time_step(self.runner, table, self.contexts[0], 1)
+            time_step(self.runner, table, self.contexts[0], rows=1)
         for rows, i in self._steps[self._done :]:
             if self._done >= self._least and self._seconds > SECONDS:
                 break
             check()
             report(self._done, len(self._steps))
-            took = time_step(self.runner, table, self.contexts[i], rows)
+            took = time_step(self.runner, table, self.contexts[i], rows=rows)
             at = i, GRID.index(rows)
             self._best[at] = min(self._best[at], took)
             self._seconds += took
@@ -104,21 +105,25 @@ def _filled(values: np.ndarray) -> np.ndarray:
 def time_step(runner: Runner, table: list[int], context: int, rows: int) -> float:
     """Seconds of a step with `rows` rows after `context` tokens, sampled at temperature 1, whose
     draft is nearly always rejected. What the blocks and the state hold does not matter."""
-    entry = Entry(unused_seq(runner, table, context), context, 1, True)
-    entry.draft = Draft([0 for _ in range(rows - 1)])
+    span = unused_span(runner, table, context)
+    span.draft = Draft([0 for _ in range(rows - 1)])
     began = time.perf_counter()
-    sampled = runner.sample(runner.forward([entry], None))
+    sampled = runner.sample(runner.forward([span], None))
     assert sampled is not None
     mx.eval(sampled.tokens, sampled.accepted)
     if runner.states.layers:
-        mx.eval(entry.seq.state)
+        mx.eval(span.kept.recurrent)
     return time.perf_counter() - began
 
 
-def unused_seq(runner: Runner, table: list[int], context: int) -> Seq:
-    """A sequence of a token more than `context`, in blocks that nobody uses."""
-    seq = Seq(Request("measure", (0,), 1), table=table)
-    seq.tokens = [0 for _ in range(context + 1)]
+def unused_span(runner: Runner, table: list[int], context: int) -> Span:
+    """A row behind `context` tokens, in blocks that nobody uses."""
     passed = [NULL_BLOCK for _ in table]
-    seq.windows = [passed for _ in runner.view.num_blocks][1:]
-    return seq
+    return Span(
+        SeqState(),
+        tables=[table, *[passed for _ in runner.view.num_blocks][1:]],
+        tokens=[0 for _ in range(context + 1)],
+        start=context,
+        count=1,
+        samples=True,
+    )

@@ -3,7 +3,7 @@
 Rule: a pass is submitted before the next is built, and nothing is waited for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlxspec import log
 from mlxspec.model.batch import Shift
 from mlxspec.model.sampler import SampledRow, sample
-from mlxspec.speculate import Proposals
-from mlxspec.speculate.controller import Proposal, corrected
-from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
+from mlxspec.sequences import Entry, Plan, Span, Spans
+from mlxspec.speculate.controller import corrected
+from mlxspec.types import Sampling
 
 MAX_CHAIN = 8  # tokens that are drafted at most: each takes a pass
 LIKELIEST = "likeliest"  # draft greedily at any temperature
@@ -43,11 +43,11 @@ class DraftCosts:
         self.fixed *= ratio
 
 
-def sampling_of(seq: Seq, proposal: Proposal) -> Sampling:
-    """How a proposal's tokens are drawn: without penalties, which need counts of tokens that the
-    host has not read. The target applies them."""
-    sampling = seq.request.sampling
-    likeliest = len(proposal.rate_keys) > 0 and proposal.rate_keys[0][1] == LIKELIEST
+def sampling_of(e: Entry) -> Sampling:
+    """How an entry's draft is drawn: without penalties, which need counts of tokens that the host
+    has not read. The target applies them."""
+    sampling, keys = e.kept.sampling, e.proposal.rate_keys
+    likeliest = len(keys) > 0 and keys[0][1] == LIKELIEST
     if not (likeliest or sampling.penalized or sampling.logprobs is not None):
         return sampling
     return replace(
@@ -60,57 +60,60 @@ def sampling_of(seq: Seq, proposal: Proposal) -> Sampling:
     )
 
 
-def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
-    """The entries to draft for, so that each pass has the first entries of the one before it, and
+def deepest_first(entries: Plan) -> list[Entry]:
+    """The entries in an order in which each pass has the first ones of the one before it, and
     similar contexts, which share a call of attention, are neighbours."""
-    drafting = [e for e in plan if e.seq in chosen]
-    drafting.sort(key=lambda e: (-e.depth, e.start))
-    return drafting
+    return sorted(entries, key=lambda e: (-e.depth, e.start))
 
 
 @dataclass(slots=True)
 class Chain:
-    """Drafts of `drafting`, the deepest first, which are drawn one token after the other.
+    """Drafts of `depths` tokens, the deepest first, which are drawn one token after the other by
+    their `samplings`.
 
-    `entries` want one more token: each ends at its last one, of `tokens` int32 [n], and its
-    positions shift by `shift`. They are the first ones of `drafting`.
+    `spans` want one more token: each ends at its last one, of `tokens` int32 [n], and its positions
+    shift by `shift`. Those of the shallower drafts leave it first. `drafts`, once all are drawn:
+    int32 [depth] of each.
     """
 
-    drafting: list[Entry]
-    chosen: Proposals
+    spans: Spans
+    depths: Sequence[int]
+    samplings: Sequence[Sampling]
     shift: Shift
     tokens: mx.array
-    entries: list[Entry] = field(init=False)
+    drafts: list[mx.array] = field(default_factory=list)
     _drawn: list[mx.array] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.entries = self.drafting
-
     def draw(self, logits: mx.array) -> None:
-        """Draw the next token of each entry from logits [n, vocab], with the target's noise of its
-        position. The last one fills the drafts."""
+        """Draw the next token of each span from logits [n, vocab], with the target's noise of its
+        position."""
         rows = []
-        for e in self.entries:
-            rows.append(SampledRow(e, sampling_of(e.seq, self.chosen[e.seq]), e.end))
+        for e, sampling in zip(self.spans, self.samplings, strict=False):
+            rows.append(SampledRow(e, sampling, e.end))
         none = mx.zeros((0,), mx.int32)
-        drawn = sample(logits, rows, none, self.shift, checked=False).tokens
+        drawn = sample(logits, rows, none, shift=self.shift, checked=False).tokens
         self._drawn.append(drawn)
-        n = sum(e.depth > len(self._drawn) for e in self.entries)
-        self.entries = [_next(e) for e in self.entries[:n]]
+        n = sum(depth > len(self._drawn) for depth in self.depths)
+        self.spans = [_next(e) for e in self.spans[:n]]
         self.tokens = drawn[:n]
         if self.shift is not None:
             self.shift = self.shift[:n]
         if not n:
-            self._fill()
+            self.drafts = [self._draft(i, depth) for i, depth in enumerate(self.depths)]
 
-    def _fill(self) -> None:
-        for i, e in enumerate(self.drafting):
-            parts = [drawn[i : i + 1] for drawn in self._drawn[: e.depth]]
-            tokens = mx.concatenate(parts)
-            chosen = self.chosen[e.seq]
-            e.draft = Draft(tokens, chosen.source, chosen.rate_keys)
+    def _draft(self, i: int, depth: int) -> mx.array:
+        return mx.concatenate([drawn[i : i + 1] for drawn in self._drawn[:depth]])
 
 
-def _next(e: Entry) -> Entry:
-    """The entry of the row after this one's. Not by `replace`, which takes twice as long."""
-    return Entry(e.seq, e.end, 1, True, e.depth, e.pending, e.inflight_drafts)
+def _next(e: Span) -> Span:
+    """The row after this one's. Not by `replace`, which takes twice as long."""
+    return Span(
+        e.kept,
+        e.tables,
+        e.tokens,
+        start=e.end,
+        count=1,
+        samples=True,
+        pending=e.pending,
+        inflight_drafts=e.inflight_drafts,
+    )

@@ -168,12 +168,12 @@ class Controller:
             return tokens_per_second(option, curve, base)
 
         picked = [max(some, key=speed, default=None) for some in options]
-        depths = share(picked, curve, plain, self.padded)
+        depths = share(picked, curve, plain, padded=self.padded)
         if not any(depths):
             for i, option in enumerate(picked):
                 if option is None:
                     continue
-                every = probe_every(option, curve, plain, base)
+                every = probe_every(option, curve, plain, base=base)
                 if every and stats[i].idle >= every * base:
                     depths[i] = 1
                     break

@@ -12,9 +12,10 @@ from mlx.core import array as Array
 
 from mlxspec.model.batch import Shift, build_inputs, starts_of
 from mlxspec.model.runner import Runner, flat_caches
+from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
-from mlxspec.speculate.heads.model import HeadModel, Pass, Rows, unchanged
-from mlxspec.types import UNLIMITED, Plan, Seq
+from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass, unchanged
+from mlxspec.types import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,10 @@ class DraftModel:
     own_vocab: int = UNLIMITED
     context: int = UNLIMITED
 
-    def __call__(self, plan: Plan, ids: Array, shift: Shift) -> Array:
+    def __call__(self, spans: Spans, ids: Array, shift: Shift) -> Array:
         """Logits [n, vocab] of the sampled rows: -inf for tokens that the draft model lacks."""
         ids = mx.minimum(ids, self.own_vocab - 1)
-        logits = self.runner.forward_rows(plan, ids, shift)[:, : self.vocab]
+        logits = self.runner.forward_rows(spans, ids, shift)[:, : self.vocab]
         lacking = self.vocab - logits.shape[-1]
         return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
 
@@ -41,8 +42,8 @@ class DraftModel:
             "model",
             DraftPass,
             self,
-            unchanged,
-            unchanged,
+            embed=unchanged,
+            lm_head=unchanged,
             width=0,
             taps=(),
             slot_offset=0,
@@ -64,24 +65,24 @@ class DraftPass(Pass):
             return False
         return seq.known + seq.inflight_drafts + MAX_CHAIN <= self.model.context
 
-    def read(self, rows: Rows) -> None:
+    def read(self, rows: HeadInput) -> None:
         context = self.model.context
-        entries = []
-        for e in rows.entries:
+        spans = []
+        for e in rows.spans:
             if e.start < context:
-                entries.append(replace(e, count=min(e.end, context) - e.start))
-        if entries:
-            self.model(entries, build_inputs(entries, None, None), None)
+                spans.append(replace(e, count=min(e.end, context) - e.start))
+        if spans:
+            self.model(spans, build_inputs(spans, None, None), None)
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
-        first = starts_of(rows.entries)
-        unread = {run.seq: run for run in rows.entries}
-        entries = []
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
+        first = starts_of(rows.spans)
+        unread = {run.kept: run for run in rows.spans}
+        spans = []
         places: list[int] = []  # among the unread tokens, and behind them the newest ones
-        shifted: list[tuple[int, int]] = []  # places that shift, each with its entry's number
-        for n, e in enumerate(chain.entries):
+        shifted: list[tuple[int, int]] = []  # places that shift, each with its span's number
+        for n, e in enumerate(chain.spans):
             count = 0  # rows before the newest token's
-            if run := unread.get(e.seq):
+            if run := unread.get(e.kept):
                 count, start = run.rows, first[run]
                 if e.inflight_drafts and chain.shift is not None:
                     count = 1  # it drafted them: of those accepted, only the last may be unread
@@ -89,12 +90,12 @@ class DraftPass(Pass):
                     shifted.append((len(places), n))
                 places += range(start, start + count)
             places.append(len(rows.tokens) + n)
-            entries.append(replace(e, start=e.start - count, count=1 + count))
+            spans.append(replace(e, start=e.start - count, count=1 + count))
         at = mx.array(places)
         if shifted and chain.shift is not None:
             where, of = mx.array(shifted).T
             at = at.at[where].add(chain.shift[of])
         ids = mx.concatenate([rows.tokens, chain.tokens])[at]
-        chain.draw(self.model(entries, ids, chain.shift))
-        while chain.entries:
-            chain.draw(self.model(chain.entries, chain.tokens, chain.shift))
+        chain.draw(self.model(spans, ids, chain.shift))
+        while chain.spans:
+            chain.draw(self.model(chain.spans, chain.tokens, chain.shift))

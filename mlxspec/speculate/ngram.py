@@ -12,9 +12,10 @@ from itertools import cycle, islice, takewhile
 from operator import eq
 
 from mlxspec.model.batch import Step
-from mlxspec.speculate import Drafter, Proposals
+from mlxspec.sequences import Accepted, Draft, Plan, Seq
+from mlxspec.speculate import Drafter
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq
+from mlxspec.types import MAX_DEPTH
 
 LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest
 MAX_CANDIDATES = 12  # latest occurrences of an n-gram that are compared
@@ -128,7 +129,7 @@ class Lookup:
         following = tokens[self._cursor : self._cursor + 1]
         if self._misses >= MAX_MISSES or following in ([], [SEPARATOR]):
             return None
-        return self._index.copy("resume", 0, self._cursor - 1, most)
+        return self._index.copy("resume", 0, self._cursor - 1, most=most)
 
     def advance(self, accepted: int) -> None:
         """A round accepted that many tokens and sampled one more."""
@@ -207,11 +208,10 @@ class NgramDrafter(Drafter):
             found.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))
         return found
 
-    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
-        for e in plan:
-            if proposal := chosen.get(e.seq):
-                tokens = proposal.tokens[: e.depth]
-                e.draft = Draft(tokens, proposal.source, proposal.rate_keys)
+    def draft(self, plan: Plan, previous: Step | None) -> None:
+        for e in self.chosen(plan):
+            proposal = e.proposal
+            e.draft = Draft(proposal.tokens[: e.depth], proposal.source, proposal.rate_keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         left = INDEXED_PER_STEP

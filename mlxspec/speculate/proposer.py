@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from mlxspec import log
 from mlxspec.model.batch import Step
+from mlxspec.sequences import Accepted, Draft, Plan, Seq
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.chain import LIKELIEST
 from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Key, Proposal
 from mlxspec.speculate.ngram import FIRST_RATE, GRAMMAR
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq
+from mlxspec.types import MAX_DEPTH
 
 T = TypeVar("T")
 
@@ -103,14 +104,14 @@ class Proposer:
         return depths
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
-        chosen = {e.seq: self._chosen[e.seq] for e in plan if e.depth}
+        for e in plan:
+            if e.depth:
+                e.proposal = self._chosen[e.seq]
         for drafter in self.drafters:
-            mine = {seq: each for seq, each in chosen.items() if each.drafter is drafter}
-            self._ask(drafter, drafter.draft, plan, previous, mine)
+            self._ask(drafter, drafter.draft, plan, previous)
             if drafter not in self.drafters:  # it may have failed half way
-                for e in plan:
-                    if e.seq in mine:
-                        e.draft = Draft()
+                for e in drafter.chosen(plan):
+                    e.draft = Draft()
 
     def _overlaps(self) -> bool:
         """Whether steps with drafts are submitted before the step in front of them is read."""
@@ -139,7 +140,7 @@ class Proposer:
             return
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if all(lazy) else "exact"
-        decided = self.control.decide(stats, options, context, mode)
+        decided = self.control.decide(stats, options, context, mode=mode)
         for seq, (depth, proposal) in zip(seqs, decided, strict=True):
             if depth and proposal:
                 yield seq, depth, proposal
@@ -200,7 +201,7 @@ class Proposer:
         mode = "overlap" if step.overlaps else "exact"
         drafts = [e.draft for e in plan if e.draft.source in self._names]
         if not drafts:
-            costs.learn(rows, context, mode, seconds)
+            costs.learn(rows, context, mode, seconds=seconds)
         elif deepest := max(drafts, key=len):  # else a grammar refused all of what was drafted
             own = seconds - costs.step(rows, context, mode)
             for drafter in self.drafters:

@@ -19,8 +19,8 @@ from mlxspec.kernels.attention import Shape
 from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.model import pages
-from tests import tiny
-from tests.drafters import attach_head, random_head
+from tests.support import tiny
+from tests.support.drafters import attach_head, random_head
 
 X = mx.zeros((2, 3, 4))
 POOL = mx.zeros((2, 64, 4))

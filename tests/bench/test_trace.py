@@ -17,8 +17,8 @@ from bench import timeline, trace
 from bench.timeline import Side, Submission, gaps
 from mlxspec.engine.engine import Engine
 from mlxspec.types import ModelInfo, Request
-from tests import tiny
-from tests.drafters import attach
+from tests.support import tiny
+from tests.support.drafters import attach
 
 INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 0, 0, 0)
 ORDER = ("plan", "build", "submit", "read", "commit", "publish")

@@ -14,8 +14,8 @@ from mlxspec.cache.disk import DiskCache, read_label
 from mlxspec.cache.offload import MAX_CHAINS, MIN_GAIN
 from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
-from tests import tiny
-from tests.tiers import attach, finish
+from tests.support import tiny
+from tests.support.disk_cache import attach, finish
 
 BLOCK = 8
 KINDS = [

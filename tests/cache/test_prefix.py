@@ -4,7 +4,8 @@ import pytest
 
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.prefix import MIN_PROMPT, WINDOW_STRIDE, KVCacheManager, StateCache, Window
-from mlxspec.types import NULL_BLOCK, Request, Seq
+from mlxspec.sequences import Seq
+from mlxspec.types import NULL_BLOCK, Request
 
 SIZE = 4
 
@@ -161,7 +162,7 @@ def test_a_state_without_a_block_to_copy_to_is_not_used() -> None:
     hit = g.match(late.tokens)
     assert (
         g.allocate_prefix(late, hit) == []
-        and late.state is None
+        and late.kept.recurrent is None
         and late.computed == 0
         and not late.table
     )

@@ -19,7 +19,7 @@ from mlxspec.config import Config
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from tests.clients.script import Player, save_model
-from tests.server.live import live
+from tests.support.live import live
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "the key"  # with a space: it must be quoted when it is passed on

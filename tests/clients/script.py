@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo, Output, Request
-from tests.server.scripted import END, Scripted
+from tests.support.scripted import END, Scripted
 from tests.tiny_tokenizer import save_tokenizer
 
 Play = Callable[[str], str]  # from a prompt to what is said to it

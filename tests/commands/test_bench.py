@@ -14,8 +14,8 @@ from mlxspec.commands.bench import Answer, Pairs, Task
 from mlxspec.engine.engine import Engine
 from mlxspec.text.chat import encode, load_tokenizer, render_chat
 from mlxspec.types import ModelInfo, Output
-from tests import tiny
-from tests.liar import NoisyOracle
+from tests.support import tiny
+from tests.support.noisy_oracle import NoisyOracle
 from tests.tiny_tokenizer import save_tokenizer
 
 TOKENS = 24
@@ -107,8 +107,8 @@ def test_an_answer_that_differs_is_seen(
 ) -> None:
     measure = bench.measure
 
-    def differ(*args: object) -> Pairs:
-        pairs = measure(*args)
+    def differ(*args: object, **how: int) -> Pairs:
+        pairs = measure(*args, **how)
         pairs[0][2].pop()
         return pairs
 

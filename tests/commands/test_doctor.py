@@ -18,7 +18,7 @@ from mlxspec.kernels.verify import Verdict, VerdictFile
 from mlxspec.load.loader import KERNELS_DIR
 from mlxspec.service.status import Status
 from mlxspec.types import UserError
-from tests import tiny
+from tests.support import tiny
 from tests.tiny_tokenizer import save_tokenizer
 
 

@@ -175,7 +175,7 @@ def test_what_fails_is_told_in_a_line_and_the_head_in_use_stays(
     used = kinds.write("eagle3", "speculators", cache / "heads" / f"{name}.1")
     install(used, cache / "heads" / name)
 
-    def fails(*args: object) -> None:
+    def fails(*args: object, **how: object) -> None:
         raise error
 
     monkeypatch.setattr(place, fails)

@@ -17,7 +17,7 @@ blas.load()
 import mlx.core as mx  # noqa: E402  after BLAS
 from mlx.utils import tree_flatten  # noqa: E402
 
-from tests import architectures, tiny  # noqa: E402
+from tests.support import architectures, tiny  # noqa: E402
 
 SIZES = dict(
     hidden_size=512,

@@ -20,7 +20,9 @@ from mlxspec.engine.budget import (
     PrefillBudget,
 )
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
-from mlxspec.types import Entry, Plan, Request, Seq
+from mlxspec.sequences import Entry, Plan, Seq
+from mlxspec.types import Request
+from tests.support.spans import entry
 
 GAP = 0.25
 Cost = Callable[[int, int], float]  # seconds of a step, by rows and by pairs with earlier tokens
@@ -245,7 +247,7 @@ def test_rows_settle_whatever_a_row_costs(row: float, knee: float, part: float) 
             for _ in range(20):
                 rows = budget.rows([], context, decoding)
                 budget.learn(
-                    [Entry(seq, context, rows, False)], cost(rows, pairs_of(rows, context))
+                    [entry(seq, context, rows, False)], cost(rows, pairs_of(rows, context))
                 )
             rows = budget.rows([], context, decoding)
             assert MIN_ROWS <= rows <= MAX_ROWS
@@ -266,34 +268,34 @@ def test_rows_settle_whatever_a_row_costs(row: float, knee: float, part: float) 
                 assert rate / top >= 0.88
 
 
-def entry(rows: int, start: int = 0, samples: bool = False) -> Entry:
-    return Entry(Seq(Request("r", (0,), 1)), start, rows, samples)
+def share(rows: int, start: int = 0, samples: bool = False) -> Entry:
+    return entry(Seq(Request("r", (0,), 1)), start, rows, samples)
 
 
 def test_a_step_is_shared_by_its_prompts() -> None:
     """What one takes is no longer there for the next, whose context counts."""
     budget = known(MACHINES["this CPU"])
     whole = budget.rows([], 0, True)
-    assert budget.rows([entry(whole)], 0, True) <= 8
-    rest = budget.rows([entry(40)], 0, True)  # 40 rows cost what they do here
+    assert budget.rows([share(whole)], 0, True) <= 8
+    rest = budget.rows([share(40)], 0, True)  # 40 rows cost what they do here
     assert rest == whole - 40
     assert (
-        0 < budget.rows([entry(40)], 8000, True) < rest or budget.rows([entry(40)], 8000, True) == 0
+        0 < budget.rows([share(40)], 8000, True) < rest or budget.rows([share(40)], 8000, True) == 0
     )
 
 
 def test_fixed_rows_stay() -> None:
     fixed = PrefillBudget(fixed=7)
-    fixed.learn([entry(7)], 10.0)
+    fixed.learn([share(7)], 10.0)
     assert fixed.rows([], 0, True) == fixed.rows([], 9000, False) == 7
-    assert fixed.rows([entry(3)], 0, True) == 4 and fixed.rows([entry(9)], 0, True) == 0
+    assert fixed.rows([share(3)], 0, True) == 4 and fixed.rows([share(9)], 0, True) == 0
 
 
 def test_what_says_nothing_teaches_nothing() -> None:
     """Decodes, a step whose time is unknown."""
     budget = PrefillBudget()
-    budget.learn([entry(1, samples=True) for _ in range(16)], 10.0)
-    budget.learn([entry(64)], 0.0)
+    budget.learn([share(1, samples=True) for _ in range(16)], 10.0)
+    budget.learn([share(64)], 0.0)
     budget.learn([], 1.0)
     assert budget == PrefillBudget()
 
@@ -302,11 +304,11 @@ def test_a_moment_in_which_the_machine_stood_still_is_soon_forgotten() -> None:
     cost = MACHINES["this CPU"]
     budget = known(cost)
     before = budget.rows([], 1000, True)
-    budget.learn([entry(64, 1000)], 60.0)
+    budget.learn([share(64, 1000)], 60.0)
     assert budget.rows([], 1000, True) < before
     for _ in range(12):
         rows = budget.rows([], 1000, True)
-        budget.learn([entry(rows, 1000)], cost(rows, rows * 1000))
+        budget.learn([share(rows, 1000)], cost(rows, rows * 1000))
     assert budget.rows([], 1000, True) >= 0.75 * before
 
 
@@ -315,7 +317,7 @@ def test_whatever_steps_take_there_are_rows() -> None:
     rng = np.random.default_rng(0)
     for _ in range(300):
         rows, context = int(rng.integers(8, 3000)), int(rng.integers(9000))
-        budget.learn([entry(rows, context)], rng.exponential())
+        budget.learn([share(rows, context)], rng.exponential())
         assert MIN_ROWS <= budget.rows([], context, bool(rng.integers(2))) <= MAX_ROWS
 
 
@@ -337,6 +339,6 @@ def test_steps_that_are_alike_unlearn_nothing(name: str) -> None:
     before = budget.rows([], 0, True)
     for _ in range(300):
         took = cost(64, pairs_of(64, 6000)) * math.exp(rng.normal(0, 0.15))
-        budget.learn([entry(64, 6000)], took)
+        budget.learn([share(64, 6000)], took)
     after = budget.rows([], 0, True)
     assert cost(after, 0) <= max(2 * GAP, 1.5 * cost(before, 0)) and after >= before / 3

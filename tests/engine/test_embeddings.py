@@ -11,9 +11,9 @@ import pytest
 
 from mlxspec.speculate.ngram import Corpus
 from mlxspec.types import InvalidRequest, Output
-from tests import tiny
-from tests.drafters import attach, attach_head, copies
-from tests.liar import NoisyOracle
+from tests.support import tiny
+from tests.support.drafters import attach, attach_head, copies
+from tests.support.noisy_oracle import NoisyOracle
 
 LAYOUTS = [
     ("qwen3", "rows"),

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mlxspec.engine.budget import PrefillBudget
-from mlxspec.model.runner import Layout, Step
+from mlxspec.model.batch import Forward
+from mlxspec.model.runner import Layout
 from mlxspec.types import NULL_BLOCK, Logprob, Sampling
-from tests import tiny
-from tests.liar import NoisyOracle
+from tests.support import tiny
+from tests.support.noisy_oracle import NoisyOracle
 
 
 @pytest.fixture(scope="module")
@@ -285,13 +286,13 @@ def test_steps_teach_the_pace(qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step with prompt rows took counts; what decodes took does not."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    read = Step.read
+    read = Forward.read
 
-    def slow(step: Step):
+    def slow(step: Forward):
         now[0] += 20.0
         return read(step)
 
-    monkeypatch.setattr(Step, "read", slow)
+    monkeypatch.setattr(Forward, "read", slow)
     e = tiny.engine(qwen3, budget=0)
     budget = e.scheduler.prefill_budget
     e.add(tiny.request("a", [1], 30))

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.engine.engine import Engine
-from tests import tiers, tiny
-from tests.chains import check, few
-from tests.engine.test_heads import BLOCK, SOME, head_of, some, start
+from tests.support import disk_cache, tiny
+from tests.support.engine_with_head import BLOCK, SOME, head_of, some, start
+from tests.support.expected_drafts import check, few
 
 PROMPT = some(5 * BLOCK + 3)
 WITH_KV = SOME[:4]  # those whose head has K/V of its own
@@ -21,11 +21,11 @@ ANSWER = 12
 def answers(e: Engine, root: Path, *prompts: list[int]) -> tuple[list[list[int]], list[bool], Any]:
     """Of an engine with the directory `root`: its answers, whether what it has of each prompt was
     cached, and what the disk did."""
-    disk = tiers.attach(e, root)
+    disk = disk_cache.attach(e, root)
     made, known = [], []
     for prompt in prompts:
         e.add(few("r", prompt, ANSWER))
-        outputs = tiers.finish(e, disk)
+        outputs = disk_cache.finish(e, disk)
         made.append(tiny.tokens(outputs, "r"))
         known.append(outputs[0].cached >= 4 * BLOCK)
     assert disk.close(5) and e.offloader and not e.offloader.broken
@@ -53,13 +53,13 @@ def test_a_head_that_fails_spoils_nothing(
     """In a prompt, or behind it: what was saved before is used by later starts, and nothing is
     saved without the head's part."""
     e, _ = start(kind, layout)
-    disk = tiers.attach(e, tmp_path)
+    disk = disk_cache.attach(e, tmp_path)
     want: list[list[int]] = []
     for prompt in (OTHER, PROMPT):
         if want:
             fail_after(e, passes)
         e.add(few("r", prompt, ANSWER))
-        want.append(tiny.tokens(tiers.finish(e, disk), "r"))
+        want.append(tiny.tokens(disk_cache.finish(e, disk), "r"))
     assert not e.proposer.drafters and disk.close(5)  # type: ignore[attr-defined]
     for known in ([True, False], [True, True]):
         e, drafted = start(kind, layout)

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from mlxspec.model.batch import Step
+from mlxspec.sequences import Plan
 from mlxspec.speculate import NoSpeculation, heads
 from mlxspec.speculate.chain import MAX_LAG, deepest_first
-from mlxspec.speculate.controller import Proposal
-from mlxspec.types import Plan
-from tests import tiny, waiting
-from tests.chains import check, few
-from tests.drafters import OTHER_HEADS, OWN_HEADS, attach_head
-from tests.engine.test_heads import BLOCK, SOME, ask, counted, head_of, loud, some, start
+from tests.support import device_waits, tiny
+from tests.support.drafters import OTHER_HEADS, OWN_HEADS, attach_head
+from tests.support.engine_with_head import BLOCK, SOME, ask, counted, head_of, loud, some, start
+from tests.support.expected_drafts import check, few
 
 WITH_KV = SOME[:4]  # those whose head has K/V of its own
 
@@ -44,7 +43,7 @@ def passes_of(plan: Plan, layout: str, own_kv: bool) -> list[list[int]]:
     """The rows of each pass of a round, where all before the last step had been read: those of the
     drafts in flight if the head has K/V of its own, then for each further token. Dense K/V are
     gathered for neighbours with as many rows and blocks, up to the next power of two."""
-    drafting = deepest_first(plan, {e.seq: Proposal("mtp") for e in plan if e.depth})
+    drafting = deepest_first([e for e in plan if e.depth])
     found = []
     for n in range(drafting[0].depth if drafting else 0):
         rows = []
@@ -73,7 +72,7 @@ def test_a_round_is_one_pass_for_each_drafted_token(
     def draft(plan: Plan, previous: Any) -> None:
         before = len(rows)
         with monkeypatch.context() as patch:
-            waiting.forbid(patch)
+            device_waits.forbid(patch)
             inner(plan, previous)
         depths = {entry.seq: entry.depth for entry in plan if entry.depth}
         rounds.append((depths, passes_of(plan, layout, own_kv), rows[before:]))
@@ -112,7 +111,7 @@ def test_no_draft_waits_for_the_device(
 
     def draft(plan: Plan, previous: Any) -> None:
         with monkeypatch.context() as patch:
-            waiting.forbid(patch)
+            device_waits.forbid(patch)
             inner(plan, previous)
         flying.append(sum(each.inflight_drafts > 0 for each in plan if each.depth))
 
@@ -141,7 +140,7 @@ def test_each_way_to_wait_is_seen(
 ) -> None:
     x = mx.array([1, 2])
     with monkeypatch.context() as patch:
-        waiting.forbid(patch)
+        device_waits.forbid(patch)
         with pytest.raises(pytest.fail.Exception, match="waits for the device"):
             read(x)
     read(x)

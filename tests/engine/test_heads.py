@@ -9,75 +9,27 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxspec.engine.engine import Engine
-from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Output, Request
-from tests import tiers, tiny
-from tests.chains import FEW, Drafted, check, few, recorded
-from tests.drafters import attach_head, costs
-from tests.maze import Maze
-from tests.rows import in_turn
-
-BLOCK = 8
-K = 4
-LAYOUTS = [("qwen3_5", "rect"), ("qwen3", "rows"), ("qwen3_next", "rect"), ("llama", "gather")]
-LAYOUTS.append(("gemma4_text", "rows"))  # whose head reads the target's own K/V
-OWN = {"gemma4_text": "assistant"}  # the kind of a model's head, where it is not "mtp"
-# One hybrid and one model of attention alone in `make test`, all in `make test-slow`.
-SOME = [*LAYOUTS[:2], *(pytest.param(*layout, marks=pytest.mark.slow) for layout in LAYOUTS[2:])]
-
-
-def some(n: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(tiny.VOCAB) for _ in range(n)]
-
-
-def start(
-    kind: str, layout: Any, depth: int = K, parked: bool = False, **kw: Any
-) -> tuple[Engine, list[Drafted]]:
-    """An engine with a head, and the drafts to come. `parked`: a row costs so much that no draft
-    ever pays."""
-    kw = dict(block=BLOCK, blocks=128, budget=16) | kw
-    e = tiny.engine(tiny.model(kind), layout=layout, **kw)
-    depth, row = (0, 1e6) if parked else (depth, 1e-6)
-    head = attach_head(e, depth=depth, row=row, kind=OWN.get(kind, "mtp"))
-    return e, recorded(e, head)
-
-
-def loud(e: Engine) -> None:
-    """From now on, K tokens are drafted always."""
-    e.proposer.depth = K  # type: ignore[attr-defined]
-
-
-def head_of(e: Engine) -> HeadDrafter:
-    found = e.proposer.drafters[-1]  # type: ignore[attr-defined]
-    assert isinstance(found, HeadDrafter)
-    return found
-
-
-def counted(e: Engine) -> list[int]:
-    """The rows of each pass of the head from now on."""
-    head, rows = head_of(e).head, []
-    module = head.module
-
-    def run(embedded: mx.array, hidden: mx.array, caches: Any) -> mx.array:
-        assert embedded.shape == hidden.shape
-        rows.append(embedded.size // embedded.shape[-1])
-        return module(embedded, hidden, caches)
-
-    head.module = run
-    return rows
-
-
-def ask(e: Engine, *requests: Request) -> list[Output]:
-    for r in requests:
-        e.add(r)
-    outputs = tiny.run(e)
-    if isinstance(e.proposer, Proposer):
-        assert head_of(e), "the head failed"
-    return outputs
+from mlxspec.types import Output
+from tests.support import disk_cache, tiny
+from tests.support.drafters import attach_head, costs
+from tests.support.engine_with_head import (
+    BLOCK,
+    LAYOUTS,
+    OWN,
+    SOME,
+    K,
+    ask,
+    counted,
+    head_of,
+    loud,
+    some,
+    start,
+)
+from tests.support.expected_drafts import FEW, check, few, recorded
+from tests.support.parameter_rows import in_turn
+from tests.support.token_grammar import Maze
 
 
 @pytest.mark.parametrize("kind, layout, temperature", in_turn(LAYOUTS, [0.0, 0.8]))
@@ -237,12 +189,12 @@ def test_from_disk(kind: str, layout: Any, tmp_path: Path) -> None:
     for quietly in (True, False):
         prompts = [some(n, n) for n in (5 * BLOCK + 3, 6 * BLOCK, 6 * BLOCK + 1)]
         e, drafted = start(kind, layout, parked=quietly, budget=6 * BLOCK - 1)
-        disk = tiers.attach(e, tmp_path)
+        disk = disk_cache.attach(e, tmp_path)
         for prompt in prompts:
             e.add(few("first", prompt, 25))
-            outputs = tiers.finish(e, disk)
+            outputs = disk_cache.finish(e, disk)
             e.add(few("turn", [*prompt, *tiny.tokens(outputs, "first"), 5, 6], 8))
-            outputs += tiers.finish(e, disk)
+            outputs += disk_cache.finish(e, disk)
             answer += tiny.tokens(outputs, "first")
             assert quietly or outputs[0].cached >= 4 * BLOCK
         assert disk.close(5) and head_of(e)

@@ -16,11 +16,11 @@ from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.load.loader import load_engine
 from mlxspec.metrics import Metrics
 from mlxspec.types import ModelInfo, Output, Served
-from tests import tiny
-from tests.engine.test_heads import head_of
-from tests.engine.test_pressure import FixedMonitor
 from tests.heads import kinds, runs
 from tests.heads.packagings import SIDECAR, TARGET
+from tests.support import tiny
+from tests.support.engine_with_head import head_of
+from tests.support.machines import FixedMonitor
 
 PROMPTS = runs.reference()["prompts"]
 GREEDY = runs.reference()["greedy"]

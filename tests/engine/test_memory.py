@@ -1,6 +1,5 @@
 """The machine's figures, the plan for a model, and that serving does not make the process grow."""
 
-import ctypes
 import mmap
 import random
 import sys
@@ -17,74 +16,13 @@ from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
 from mlxspec.load import plan as planning
 from mlxspec.load.drafting import Drafting
-from mlxspec.load.plan import MemoryPlan, make_plan
+from mlxspec.load.plan import MemoryPlan, Room, make_plan
 from mlxspec.model import meter
 from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.model.runner import Runner
 from mlxspec.types import MAX_DEPTH, OutOfMemory, Request, Sampling
-from tests import tiny
-
-GIB = 1 << 30
-
-
-class Libc:
-    """macOS's calls with their C signatures: they fill the caller's buffers, and no byte beyond."""
-
-    def __init__(
-        self, numbers: dict[str, tuple[int, int]], words: dict[int, int] | None = None
-    ) -> None:
-        self.numbers, self.words = (
-            numbers,
-            words or {},
-        )  # name -> (value, bytes wide); word -> value
-
-    def sysctlbyname(
-        self, name: bytes, old: Any, size: Any, new: None, new_size: ctypes.c_size_t
-    ) -> int:
-        assert new is None and new_size.value == 0
-        if name.decode() not in self.numbers:
-            return -1
-        value, wide = self.numbers[name.decode()]
-        assert size._obj.value >= wide
-        ctypes.memmove(old, value.to_bytes(wide, sys.byteorder), wide)
-        size._obj.value = wide
-        return 0
-
-    def proc_pid_rusage(self, pid: int, flavor: int, buffer: Any) -> int:
-        if flavor != 4 or not self.words:
-            return -1
-        usage = bytearray(296)  # sizeof(struct rusage_info_v4)
-        for word, value in self.words.items():
-            usage[8 * word : 8 * word + 8] = value.to_bytes(8, sys.byteorder)
-        assert ctypes.sizeof(buffer._obj) >= len(usage)
-        ctypes.memmove(buffer, bytes(usage), len(usage))
-        return 0
-
-
-MAC = {
-    "hw.memsize": (16 * GIB, 8),
-    "vm.pagesize": (16384, 4),
-    "vm.page_free_count": (1000, 4),
-    "vm.page_pageable_external_count": (20000, 4),
-    "vm.page_purgeable_count": (300, 4),
-    "vm.page_speculative_count": (500, 4),  # among the pageable external ones
-    "kern.memorystatus_vm_pressure_level": (1, 4),
-}
-
-
-def on_mac(monkeypatch: pytest.MonkeyPatch, libc: Any) -> None:
-    monkeypatch.setattr(memory, "DARWIN", True)
-    monkeypatch.setattr(memory, "LIBC", libc)
-
-
-def on_linux(monkeypatch: pytest.MonkeyPatch, root: Path, **files: str) -> None:
-    """`files` are /proc's, their slashes written as two underscores."""
-    monkeypatch.setattr(memory, "DARWIN", False)
-    monkeypatch.setattr(memory, "PROC", root)
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+from tests.support import tiny
+from tests.support.machines import GIB, MAC, Libc, on_linux, on_mac
 
 
 def test_macos_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +88,7 @@ def plan(
 ) -> MemoryPlan:
     """A plan for `free` bytes beside headroom."""
     config = Config(cache_gb=0, **settings)
-    return make_plan(config, context, weights, cache, free + memory.headroom())
+    return make_plan(Room(config, context, free + memory.headroom()), weights, cache)
 
 
 def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> None:
@@ -259,7 +197,8 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
 
     def cache_bytes(weights: float, token_bytes: int, free: float, **settings: Any) -> int:
         config, cache = Config(cache_gb=0, **settings), (token_bytes, (), 0)
-        return make_plan(config, 32768, int(weights * GIB), cache, int(free * GIB)).cache_bytes
+        room = Room(config, 32768, int(free * GIB))
+        return make_plan(room, int(weights * GIB), cache).cache_bytes
 
     assert 0.99 * 1.5 * GIB < cache_bytes(4, 65536, 8) <= 1.5 * GIB
     with pytest.raises(OutOfMemory) as large:

@@ -13,11 +13,10 @@ from mlxspec.speculate import NoSpeculation
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request, Sampling
-from tests import tiny
-from tests.drafters import costs
-from tests.engine.test_structured import budget
 from tests.heads import kinds
-from tests.maze import Maze
+from tests.support import tiny
+from tests.support.drafters import costs
+from tests.support.token_grammar import Maze, budget
 
 LENGTH, VOCAB = 40, 640
 PACKAGINGS = {"eagle3": "speculators", "dflash": "z-lab", "dspark": "dflash-config"}

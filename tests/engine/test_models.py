@@ -24,7 +24,7 @@ from mlxspec.engine.models import RETRY_S, LoadCommand, ModelManager, ModelSlot
 from mlxspec.engine.worker import Worker
 from mlxspec.load.loader import load_engine
 from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
-from tests import tiny
+from tests.support import tiny
 
 KINDS = {"a": "qwen3", "b": "llama", "c": "qwen3_moe"}
 INFO = ModelInfo("", 512, tiny.VOCAB, "rows", 8, 0, 1, 1)

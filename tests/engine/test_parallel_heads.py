@@ -16,9 +16,9 @@ from mlxspec.model.pages import View
 from mlxspec.model.sampler import seed32
 from mlxspec.model.trunk import install_taps, trunk_of
 from mlxspec.types import Request
-from tests import tiny, waiting
-from tests.drafters import attach_head, random_head
-from tests.rows import in_turn
+from tests.support import device_waits, tiny
+from tests.support.drafters import attach_head, random_head
+from tests.support.parameter_rows import in_turn
 
 BLOCK = 8
 DEPTHS = {"peagle": 5, "medusa": 3}
@@ -163,7 +163,7 @@ def test_p_eagle_takes_one_pass_a_round(
     def draft(plan: Any, previous: Any) -> None:
         before = len(calls)
         with monkeypatch.context() as patch:
-            waiting.forbid(patch)
+            device_waits.forbid(patch)
             inner(plan, previous)
         if any(entry.depth for entry in plan):
             passes.append((len(calls) - before, any(entry.inflight_drafts for entry in plan)))

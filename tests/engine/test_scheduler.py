@@ -2,6 +2,7 @@
 must come out is known whatever the order, the preemptions and the drafts."""
 
 import random
+from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
@@ -12,8 +13,9 @@ from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler, cut_at_stop
-from mlxspec.types import Draft, Entry, Output, Request, Seq, UserError
-from tests import tiny
+from mlxspec.sequences import Draft, Entry, Seq
+from mlxspec.types import Output, Request, UserError
+from tests.support import tiny
 
 VOCAB = 7
 SIZE = 4
@@ -111,7 +113,7 @@ class Mock:
     def forward(self, e: Entry) -> list[int]:
         late = len(self.known(e.seq)) - e.seq.known if e.inflight_drafts else 0
         assert 0 <= late <= e.inflight_drafts
-        e = Entry(e.seq, e.start + late, e.count, e.samples, draft=e.draft)
+        e = replace(e, start=e.start + late)
         tokens = [*self.known(e.seq)[: e.start + e.count], *e.draft.tokens]
         for group, (table, window) in enumerate(
             zip(e.seq.tables, [1 << 30, *self.windows], strict=True)
@@ -127,9 +129,9 @@ class Mock:
         end = e.start + e.count
         sampled = [nth(tokens[: end + i], e.seq.index) for i in range(e.sampled)]
         if self.states:  # as the engine: that after the accepted drafts
-            assert (e.seq.state or ()) == tuple(tokens[: e.start])
+            assert (e.kept.recurrent or ()) == tuple(tokens[: e.start])
             kept = len(accept(e.draft.tokens, sampled)) - 1 if sampled else 0
-            e.seq.state = tuple(tokens[: end + kept])
+            e.kept.recurrent = tuple(tokens[: end + kept])
         return sampled
 
     def commit(self, plan: list[Entry], sampled: list[list[int]]) -> None:
@@ -139,11 +141,11 @@ class Mock:
         ]
         news = [cut_at_stop(e, new, []) for e, new in zip(plan, accepted, strict=True)]
         for e, new in zip(plan, news, strict=True):
-            if e.draft.tokens and e.state:  # as the engine, where a stop cuts drafts
-                state = e.state[: e.start + e.count + new.drafts]
-                if e.seq.state is e.state:
-                    e.seq.state = state
-                e.state = state
+            if e.draft.tokens and e.recurrent:  # as the engine, where a stop cuts drafts
+                state = e.recurrent[: e.start + e.count + new.drafts]
+                if e.kept.recurrent is e.recurrent:
+                    e.kept.recurrent = state
+                e.recurrent = state
         self.out += self.s.commit(plan, news)
 
     def settle(self) -> None:

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -17,25 +16,16 @@ from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.text.structured.thinking import ThinkingBudget
 from mlxspec.types import MAX_DEPTH, Request
-from tests import tiny
-from tests.drafters import KINDS, attach, copies, costs, like
-from tests.liar import NoisyOracle
-from tests.maze import Maze, allowed
-from tests.rows import in_turn
+from tests.support import tiny
+from tests.support.drafters import KINDS, attach, copies, costs, like
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.parameter_rows import in_turn
+from tests.support.token_grammar import END, MOST, Maze, allowed, budget
 from tests.test_lossless import BLOCK, drafted, prompts
 
 N = 21
 DRAFTERS = ["plain", "liar", *KINDS]
-MOST = 6  # tokens of reasoning
-END = (5, 9)  # its end marker
-MARKS: Any = SimpleNamespace(think_start="<think>", think_end_tokens=END)
-
-
-def budget(most: int = MOST) -> ThinkingBudget:
-    """Of an answer whose prompt has opened the reasoning."""
-    return ThinkingBudget(MARKS, str, most, thinking=True)
 
 
 def after(said: list[int]) -> set[int]:

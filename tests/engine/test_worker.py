@@ -10,7 +10,7 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.worker import Worker
 from mlxspec.types import Busy, Dead, ModelInfo, Output, UserError
-from tests import tiny
+from tests.support import tiny
 
 INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 0, 0, 0)
 

@@ -13,9 +13,9 @@ from mlxspec import blas
 
 blas.load()
 
-from mlxspec.speculate import chain  # noqa: E402  after BLAS
-from mlxspec.speculate.controller import Proposal  # noqa: E402
-from mlxspec.types import Sampling, Seq  # noqa: E402
+from mlxspec.sequences import Entry  # noqa: E402  after BLAS
+from mlxspec.speculate.heads import drafter  # noqa: E402
+from mlxspec.types import Sampling  # noqa: E402
 from tests.heads import runs  # noqa: E402
 from tests.heads.packagings import SIDECAR  # noqa: E402
 
@@ -24,12 +24,12 @@ TEMPERATURES = (0.5, 0.8, 1.0, 1.5, 2.0)
 SEEDS = (0, 1)
 
 
-def drawn(seq: Seq, proposal: Proposal) -> Sampling:
-    return seq.request.sampling
+def drawn(e: Entry) -> Sampling:
+    return e.kept.sampling
 
 
-def likeliest(seq: Seq, proposal: Proposal) -> Sampling:
-    return replace(seq.request.sampling, temperature=0.0)
+def likeliest(e: Entry) -> Sampling:
+    return replace(e.kept.sampling, temperature=0.0)
 
 
 def tokens_per_round(temperature: float) -> float:
@@ -47,7 +47,7 @@ def main() -> None:
     for temperature in TEMPERATURES:
         found = []
         for how in (drawn, likeliest):
-            with patch.object(chain, "sampling_of", how):
+            with patch.object(drafter, "sampling_of", how):
                 found.append(f"{tokens_per_round(temperature):.2f}")
         print(temperature, *found, flush=True)
 

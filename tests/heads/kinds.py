@@ -16,9 +16,9 @@ from mlxspec.model.layout import load
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
-from tests import tiny
 from tests.heads import runs
 from tests.heads.packagings import NARROW_FOUR_BITS, Tensors, quantized, read_json, save_head
+from tests.support import tiny
 
 DATA = Path(__file__).parent / "data"
 TARGET = DATA / "qwen3/target"

@@ -16,16 +16,17 @@ from mlxspec.engine.engine import Engine
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.layout import load
 from mlxspec.model.sampler import seed32
+from mlxspec.sequences import Accepted
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Accepted, Request, Sampling
-from tests import tiny
-from tests.drafters import costs
+from mlxspec.types import Request, Sampling
 from tests.heads.packagings import DATA, SIDECAR, TARGET, Tensors, read_json
+from tests.support import tiny
+from tests.support.drafters import costs
 
 BLOCK = 8
 LATE = 3  # steps

@@ -13,9 +13,10 @@ from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.reference import Attention
 from mlxspec.kernels.trial import Case, Verdict
 from mlxspec.kernels.verify import KERNELS
-from tests import metalsim, tiny
+from tests import metalsim
 from tests.kernels import on_simulator
 from tests.kernels.test_attention import STEP, Step, reports
+from tests.support import tiny
 from tests.test_lossless import drafted, drive, equip, same
 
 pytestmark = pytest.mark.usefixtures("device")

@@ -16,10 +16,11 @@ from mlxspec.kernels.metal import source
 from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS, Verdict
 from mlxspec.types import COLDEST, NOT_FINITE
-from tests import metalsim, test_lossless, tiny
+from tests import metalsim, test_lossless
 from tests.kernels import FLOATS, on_simulator
-from tests.maze import Maze
 from tests.metalsim.report import Report
+from tests.support import tiny
+from tests.support.token_grammar import Maze
 
 VOCABS = [8, 9, 31, 64, 1000, 1023, 1025, 32_000, 151_936, 151_937, 262_144]
 NAN, INF = float("nan"), float("inf")

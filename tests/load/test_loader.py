@@ -5,7 +5,6 @@ import json
 import logging
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,11 +24,9 @@ from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, calibrate
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import OutOfMemory, Request, Sampling, UserError
-from tests import tiny
-from tests.drafters import small_model
-from tests.model.test_layout import save
-
-settings = partial(Config, cache_gb=0)
+from tests.support import tiny
+from tests.support.checkpoints import save, settings
+from tests.support.drafters import small_model
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,10 @@ from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.types import FINAL_NORM, OutOfMemory
-from tests import tiny
-from tests.chains import Drafted, check, few, recorded
-from tests.drafters import random_head
-from tests.engine.test_heads import BLOCK, K, head_of, loud, some
-from tests.model.test_layout import save
+from tests.support import tiny
+from tests.support.checkpoints import both, save
+from tests.support.engine_with_head import BLOCK, K, head_of, loud, some
+from tests.support.expected_drafts import Drafted, check, few, recorded
 
 settings = partial(Config, cache_gb=0, block_size=BLOCK, kv_blocks=64)
 
@@ -35,18 +34,6 @@ settings = partial(Config, cache_gb=0, block_size=BLOCK, kv_blocks=64)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxspec.model.hub.default_cache_dir", lambda: tmp_path / "cache")
-
-
-def both(root: Path, kind: str) -> tuple[Path, Path]:
-    """A model's directory and its head's."""
-    target, head = root / "target", root / "head"
-    target.mkdir()
-    head.mkdir()
-    save(target, kind)
-    weights = dict(tree_flatten(random_head(tiny.model(kind)).module.parameters()))
-    mx.save_safetensors(str(head / "model.safetensors"), weights)
-    (head / "config.json").write_text(json.dumps({"model_type": f"{kind}_mtp"}))
-    return target, head
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])

@@ -17,9 +17,9 @@ from mlxspec.speculate import calibrate
 from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.types import Interrupted, Request
-from tests import tiny
-from tests.load.test_loader import settings
-from tests.load.test_loader_heads import BLOCK, both
+from tests.load.test_loader_heads import BLOCK
+from tests.support import tiny
+from tests.support.checkpoints import both, settings
 
 ROOM = 64 + MEASURED // BLOCK  # blocks: to measure, and to try the head
 
@@ -118,12 +118,12 @@ def test_a_request_that_arrives_ends_the_measurement(
         arrived, answered = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def slow(*args: Any) -> float:
+        def slow(*args: Any, **how: Any) -> float:
             steps.append(e.counters["generated_tokens"])
             loop.call_soon_threadsafe(arrived.set)
             while not (worker._inbox.qsize() or answered.is_set()):
                 pass  # the request arrives during this step
-            return real(*args)
+            return real(*args, **how)
 
         monkeypatch.setattr(calibrate, "time_step", slow)
         worker = Worker(ModelManager([ModelSlot(lambda: (e, info), info)]))
@@ -149,7 +149,7 @@ def test_a_measurement_that_fails_is_given_up(
 ) -> None:
     e, info = start()
     if what == "steps":
-        monkeypatch.setattr(calibrate, "time_step", lambda *_: 1 / 0)
+        monkeypatch.setattr(calibrate, "time_step", lambda *_, **__: 1 / 0)
     else:
         monkeypatch.setattr(HeadDrafter, "measure", lambda *_: 1 / 0)
 

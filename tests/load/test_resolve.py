@@ -3,31 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.load import manager as module
 from mlxspec.load.manager import make_manager
 from mlxspec.load.resolve import resolve_model, resolve_models
 from mlxspec.types import UserError
-from tests import tiny
-from tests.tiny_tokenizer import save_tokenizer
-
-
-def save(path: Path, **changed: Any) -> Path:
-    """A model directory."""
-    path.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(path)
-    config = {"model_type": "llama", **tiny.CONFIGS["llama"], **changed}
-    (path / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(
-        str(path / "model.safetensors"), dict(tree_flatten(tiny.model("llama").parameters()))
-    )
-    return path
+from tests.support import tiny
+from tests.support.served_model import save
 
 
 @pytest.fixture

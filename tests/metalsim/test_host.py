@@ -7,9 +7,9 @@ import pytest
 from bench.dispatches import of_engine
 from bench.graph import Launch, Work
 from mlxspec.blas import BUFFER_LAUNCHES
-from tests import tiny
 from tests.bench.test_dispatches import plain_functions  # noqa: F401
 from tests.metalsim.host import MAX_OPS, Host
+from tests.support import tiny
 
 STEPS = 6
 OURS = int(BUFFER_LAUNCHES)

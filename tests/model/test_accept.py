@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from mlxspec.kernels.reference import count_accepted
 from mlxspec.model.sampler import drafts_of, rows_of
-from mlxspec.types import Draft, Entry, Request, Seq
+from mlxspec.sequences import Draft, Entry, Seq
+from mlxspec.types import Request
+from tests.support.spans import entry
 
 ids = st.integers(0, 2)  # so few that drafts are often right
 
@@ -21,7 +23,7 @@ def entries(draw: st.DrawFn) -> tuple[Entry, list[int], list[int]]:
     seq = Seq(Request("r", (0,) * 9, 99))
     inputs = [draw(ids) for _ in range(count)] + draft
     sampled = [draw(ids) for _ in range(len(draft) + 1)] if samples else []
-    return Entry(seq, 0, count, samples, draft=Draft(draft)), inputs, sampled
+    return entry(seq, 0, count, samples, draft=Draft(draft)), inputs, sampled
 
 
 def stands(draft: list[int], sampled: list[int]) -> int:

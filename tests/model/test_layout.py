@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -18,7 +17,8 @@ from mlxspec.model import layout as load_module
 from mlxspec.model import recurrent
 from mlxspec.model.layout import context_of, find_layout, geometry, load, load_weights, weights
 from mlxspec.types import UserError
-from tests import tiny
+from tests.support import tiny
+from tests.support.checkpoints import save
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,6 @@ def test_load_reads_a_directory_and_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="nonesuch"):
         load(tmp_path)
-
-
-def save(path: Path, kind: str = "llama", **change: Any) -> None:
-    m = tiny.model(kind, **change)
-    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(m.parameters())))
-    (path / "config.json").write_text(json.dumps(tiny.config(kind, **change)))
 
 
 def test_loading_leaves_no_chain_of_draws_behind(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from mlxspec.kernels import matmul
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
 from mlxspec.model import quantized
 from mlxspec.model.runner import Runner
-from tests import metalsim, tiny
-from tests.liar import NoisyOracle
+from tests import metalsim
+from tests.support import tiny
+from tests.support.noisy_oracle import NoisyOracle
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -10,9 +11,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.engine.engine import Engine
 from mlxspec.model import recurrent
 from mlxspec.model.runner import Runner
-from mlxspec.types import Draft, Entry, Request, Seq, UserError
-from tests import tiny
-from tests.liar import NoisyOracle
+from mlxspec.sequences import Draft, Entry, Seq, SeqState, Span
+from mlxspec.types import UserError
+from tests.support import tiny
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.spans import span
 
 PROMPT = tuple(range(40, 53))
 KINDS = ["qwen3_next", "nemotron_h", "lfm2"]
@@ -74,7 +77,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
         cache = make_prompt_cache(m)
         m(mx.array([seq.tokens[: seq.computed]]), cache=cache)
         want = [a for c in cache if hasattr(c, "cache") for a in c.cache]
-        for a, b in zip(seq.state, want, strict=True):
+        for a, b in zip(seq.kept.recurrent, want, strict=True):
             assert a.shape == b.shape
             assert mx.abs(a - b).max() < 1e-3 * mx.abs(b).max()
         seen.append(seq.computed)
@@ -89,7 +92,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
     while e.busy:
         e.step()
         for seq in e.scheduler.running:
-            if not seq.inflight_drafts and seq.state is not None:
+            if not seq.inflight_drafts and seq.kept.recurrent is not None:
                 check(seq)
     assert ended == ["stop", "stop"] and len(seen) > 5
     assert 0 < e.proposer.kept < e.proposer.drafted
@@ -127,25 +130,25 @@ recorder = recurrent.StateRecorder
 def test_a_failed_forward_leaves_nothing_behind() -> None:
     m = tiny.model("lfm2")
     runner = Runner(m, "rect", 8, 8)
-    seq = Seq(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
+    rows = span([1, 2, 3], PROMPT, 0, 13, draft=Draft([1, 2]))
     model, runner.model = runner.model, None
     with pytest.raises(TypeError):
-        runner.forward([Entry(seq, 0, 13, True, draft=Draft([1, 2]))], None)
+        runner.forward([rows], None)
     runner.model = model
-    assert recurrent._recorder.get() is None and seq.state is None
+    assert recurrent._recorder.get() is None and rows.kept.recurrent is None
     assert all(a is None for layer in runner.states.layers for a in layer.cache)
 
 
 def test_what_is_not_recorded_is_refused() -> None:
     runner = Runner(tiny.model("mamba"), "rect", 8, 8)
-    seq = Seq(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
+    rows = span([1, 2, 3], PROMPT, 0, 13, draft=Draft([1, 2]))
     with pytest.raises(UserError, match="cannot be recorded"):
-        runner.forward([Entry(seq, 0, 13, True, draft=Draft([1, 2]))], None)
+        runner.forward([rows], None)
 
 
 def wide() -> Runner:
     """A model whose convolutions read far more than their state keeps."""
-    from tests import architectures
+    from tests.support import architectures
 
     config = architectures.config("lfm2") | dict(
         hidden_size=1024, block_dim=1024, num_hidden_layers=2
@@ -156,42 +159,42 @@ def wide() -> Runner:
     return Runner(m, "rect", 32, 40)
 
 
-def held(runner: Runner, work: list[list[Entry]]) -> int:
+def held(runner: Runner, work: list[list[Span]]) -> int:
     """Bytes that are held after these steps and were not before, the pools aside."""
-    plan: list[Entry]
+    plan: list[Span]
     for plan in work:
         done = runner.forward(plan, None)
         mx.eval(done.logits)
-        kept = [len(row.entry.draft) // 2 for row in done.rows if row.ordinal == 1]
+        kept = [len(row.span.draft) // 2 for row in done.rows if row.ordinal == 1]
         if any(kept):
             runner.states.keep_accepted(mx.array(kept), list(done.first_row))
         for e in plan:
-            mx.eval(e.seq.state)
-            e.seq.computed = e.end
+            mx.eval(e.kept.recurrent)
     runner.view.groups = []  # its masks live until the next step
     return mx.get_active_memory()
 
 
 def test_a_state_holds_neither_its_chunk_nor_its_batch_nor_a_tape() -> None:
     runner = wide()
-    seqs = [
-        Seq(
-            Request("r", (1,) * 300, 4),
-            tokens=[1] * 300,
-            table=list(range(1 + 10 * i, 11 + 10 * i)),
-        )
-        for i in range(3)
-    ]
-    first = Seq(Request("r", (1,) * 40, 4), tokens=[1] * 40, table=[35, 36])
-    base = held(runner, [[Entry(first, 0, 20, False)]])  # pools are made, everything is compiled
-    own = sum(a.nbytes for a in first.state)
+    seqs = [SeqState() for _ in range(3)]
+    first = SeqState()
+
+    def rows(i: int, start: int, count: int, samples: bool = False, **more: Any) -> Span:
+        table = range(1 + 10 * i, 11 + 10 * i)
+        return span(table, [1] * 300, start, count, samples, kept=seqs[i], **more)
+
+    def firsts(start: int, count: int) -> Span:
+        return span([35, 36], [1] * 40, start, count, False, kept=first)
+
+    base = held(runner, [[firsts(0, 20)]])  # pools are made, everything is compiled
+    own = sum(a.nbytes for a in first.recurrent)
     slack = 1 << 15
     assert own == 2 * 1024 * 4
-    assert held(runner, [[Entry(s, 0, 256, False) for s in seqs]]) <= base + 3 * own + slack
-    drafts = [[Entry(s, 256, 1, True, draft=Draft([5] * 8)) for s in seqs]]
+    assert held(runner, [[rows(i, 0, 256) for i in range(3)]]) <= base + 3 * own + slack
+    drafts = [[rows(i, 256, 1, True, draft=Draft([5] * 8)) for i in range(3)]]
     assert held(runner, drafts) <= base + 3 * (own + slack)
-    many = [[Entry(s, 260 + i, 1, False) for s in seqs[i:]] for i in range(3)]
-    now = held(runner, [*many, [Entry(first, 20, 1, False)]])
+    many = [[rows(n, 260 + i, 1) for n in range(i, 3)] for i in range(3)]
+    now = held(runner, [*many, [firsts(20, 1)]])
     del many
     assert now <= base + 3 * (own + slack)
     assert [s.batch for s in seqs] == [None] * 3

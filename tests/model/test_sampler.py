@@ -9,17 +9,19 @@ import pytest
 
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import _floors, _penalize, read, rows_of, sample, seed32
-from mlxspec.types import NARROW, NOT_FINITE, Draft, Entry, Logprob, Request, Sampling, Seq
+from mlxspec.sequences import Draft, Entry, Seq
+from mlxspec.types import NARROW, NOT_FINITE, Logprob, Request, Sampling
+from tests.support.spans import entry
 
 VOCAB = 23
 RNG = np.random.default_rng(5)
 LOGITS = (RNG.normal(size=VOCAB) * 2).astype(np.float32)
 
 
-def entry(sampling: Sampling, prompt=(1, 2, 3), output=(), index=0) -> Entry:
+def drawn_by(sampling: Sampling, prompt=(1, 2, 3), output=(), index=0) -> Entry:
     request = Request("r", tuple(prompt), 99, sampling)
     seq = Seq(request, index, tokens=[*prompt, *output])
-    return Entry(seq, len(seq.tokens) - 1, 1, samples=True)
+    return entry(seq, len(seq.tokens) - 1, 1, samples=True)
 
 
 def draw(entries, logits=None) -> tuple[list[int], list[Logprob | None]]:
@@ -86,12 +88,12 @@ def test_chi_square(name: str) -> None:
     n = 20_000 if name in ("plain", "all") else 6_000
     p = expected(s, PROMPT, OUTPUT)
     counts = np.zeros(VOCAB)
-    counted = entry(s, PROMPT, OUTPUT)
+    counted = drawn_by(s, PROMPT, OUTPUT)
     draw([counted])
     for start in range(0, n, 1000):
-        batch = [entry(_seeded(s, start + i), PROMPT, OUTPUT) for i in range(1000)]
+        batch = [drawn_by(_seeded(s, start + i), PROMPT, OUTPUT) for i in range(1000)]
         for e in batch:
-            e.seq.counts = counted.seq.counts  # the same history: it is counted once
+            e.kept.counts = counted.kept.counts  # the same history: it is counted once
         counts += np.bincount(draw(batch)[0], minlength=VOCAB)
     assert counts[p == 0].sum() == 0, "a token that was filtered out came"
     expect = p[p > 0] * n
@@ -131,10 +133,10 @@ def test_positions_and_choices_draw_independently() -> None:
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    mix = [entry(_seeded(s, 40 + i), PROMPT, OUTPUT) for i, s in enumerate(CASES.values())]
+    mix = [drawn_by(_seeded(s, 40 + i), PROMPT, OUTPUT) for i, s in enumerate(CASES.values())]
     mix += [
-        entry(Sampling(temperature=0), PROMPT, OUTPUT),
-        entry(Sampling(0, presence_penalty=2), PROMPT, OUTPUT),
+        drawn_by(Sampling(temperature=0), PROMPT, OUTPUT),
+        drawn_by(Sampling(0, presence_penalty=2), PROMPT, OUTPUT),
     ]
     logits = RNG.normal(size=(len(mix), VOCAB)).astype(np.float32)
     together = draw(mix, logits)[0]
@@ -156,7 +158,9 @@ LARGE = 3 * NARROW
 def test_a_large_vocabulary_keeps_the_tokens_that_the_definitions_keep(s: Sampling) -> None:
     """Rows that rank a few tokens beside rows that rank all of them; each keeps what it should."""
     logits = (RNG.normal(size=LARGE) * 3).astype(np.float32)
-    rows = rows_of([entry(s), entry(Sampling(top_k=7)), entry(Sampling(top_p=0.5)), entry(s)])
+    rows = rows_of(
+        [drawn_by(s), drawn_by(Sampling(top_k=7)), drawn_by(Sampling(top_p=0.5)), drawn_by(s)]
+    )
     x = mx.array(np.stack([logits for _ in rows]))
     scaled = mx.array(np.stack([logits / np.float32(r.sampling.temperature) for r in rows]))
     kept = np.array(scaled >= _floors(x, rows)[:, None])
@@ -179,19 +183,19 @@ def test_a_large_vocabulary_keeps_the_tokens_that_the_definitions_keep(s: Sampli
 
 def test_greedy_takes_the_best_after_bias_and_penalties() -> None:
     best = int(LOGITS.argmax())
-    assert draw([entry(Sampling(temperature=0))])[0] == [best]
+    assert draw([drawn_by(Sampling(temperature=0))])[0] == [best]
     ban = Sampling(temperature=0, logit_bias=((best, -100.0),))
-    assert draw([entry(ban)])[0] == [int(np.argsort(-LOGITS)[1])]
-    assert draw([entry(Sampling(temperature=0, frequency_penalty=2.0), output=[best] * 9)])[0] != [
-        best
-    ]
+    assert draw([drawn_by(ban)])[0] == [int(np.argsort(-LOGITS)[1])]
+    assert draw([drawn_by(Sampling(temperature=0, frequency_penalty=2.0), output=[best] * 9)])[
+        0
+    ] != [best]
 
 
 def test_penalties_count_the_token_that_is_still_on_the_device() -> None:
     """The last token of the history may be unread: the host holds a placeholder's place, the step's
     input holds the token."""
     best = int(LOGITS.argmax())
-    e = entry(Sampling(temperature=0, presence_penalty=2.0), output=[0])
+    e = drawn_by(Sampling(temperature=0, presence_penalty=2.0), output=[0])
     e.seq.tokens.pop()
     e.seq.pending, e.pending = 1, True
     rows = rows_of([e])
@@ -222,14 +226,14 @@ def test_penalties_read_what_is_new_alone() -> None:
         temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25
     )
     output = RNG.integers(0, VOCAB, 2500).tolist()
-    e = entry(s, RNG.integers(0, VOCAB - 9, 2500).tolist(), output)
-    tokens = e.seq.tokens = Watched(e.seq.tokens)
+    e = drawn_by(s, RNG.integers(0, VOCAB - 9, 2500).tolist(), output)
+    tokens = e.tokens = e.seq.tokens = Watched(e.seq.tokens)
     draw([e])
     assert 5000 - 10 <= tokens.read <= 5000
     tokens.read = 0
     for new in (3, 4, 5):
         tokens.append(new)
-        e = Entry(e.seq, len(tokens) - 1, 1, samples=True, draft=Draft([7] * 8, "liar"))
+        e = entry(e.seq, len(tokens) - 1, 1, samples=True, draft=Draft([7] * 8, "liar"))
         rows, inputs = rows_of([e]), mx.array([new, *[7] * 8])
         x = mx.array(np.stack([LOGITS] * 9))
         got = _penalize(x, rows, inputs)
@@ -255,7 +259,7 @@ KINDS = [
 def test_a_row_that_is_not_finite_samples_nothing_and_changes_no_other(
     bad: float, everywhere: bool
 ) -> None:
-    entries = [entry(s, output=(4, 5)) for s in KINDS]
+    entries = [drawn_by(s, output=(4, 5)) for s in KINDS]
     alone = [draw([e]) for e in entries]
     logits = np.stack([LOGITS] * (2 * len(entries)))
     logits[1::2, slice(None) if everywhere else 7] = bad
@@ -271,7 +275,7 @@ def test_a_row_that_is_not_finite_samples_nothing_and_changes_no_other(
 
 def test_log_probabilities_are_numbers() -> None:
     """Where a mask leaves finite logits alone, they are still those of all tokens."""
-    e, plain = entry(Sampling(0.0, logprobs=2)), entry(Sampling(0.0))
+    e, plain = drawn_by(Sampling(0.0, logprobs=2)), drawn_by(Sampling(0.0))
     e.masks = plain.masks = [bytes([0, 0, 255])]
     logits = np.stack([LOGITS] * 2)
     logits[:, 3] = np.nan
@@ -281,7 +285,9 @@ def test_log_probabilities_are_numbers() -> None:
 
 def test_logprobs_are_the_models_own_and_sorted() -> None:
     s = Sampling(temperature=0, logprobs=3, logit_bias=((4, 50.0),))
-    tokens, found = draw([entry(s), entry(Sampling(temperature=0)), entry(Sampling(0, logprobs=0))])
+    tokens, found = draw(
+        [drawn_by(s), drawn_by(Sampling(temperature=0)), drawn_by(Sampling(0, logprobs=0))]
+    )
     p = np.log(softmax(LOGITS.astype(np.float64)))
     assert tokens[0] == 4 and found[1] is None
     first, third = found[0], found[2]
@@ -295,7 +301,7 @@ def test_logprobs_are_the_models_own_and_sorted() -> None:
 def test_the_coldest_temperature_is_greedy() -> None:
     for t in (1e-5, 1e-38, 1e-40):
         assert (
-            draw([entry(Sampling(temperature=t, seed=i)) for i in range(20)])[0]
+            draw([drawn_by(Sampling(temperature=t, seed=i)) for i in range(20)])[0]
             == [int(LOGITS.argmax())] * 20
         )
 

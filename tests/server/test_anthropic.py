@@ -14,7 +14,7 @@ from mlxspec.server import anthropic
 from mlxspec.server.anthropic import SIGNATURE
 from mlxspec.server.chat_request import Format
 from mlxspec.text.chat import render_chat
-from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
+from tests.support.scripted import INFO, MESSAGES, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import pytest
 
 from mlxspec.server.errors import ApiError
 from mlxspec.text.chat import encode, render_chat
-from tests.server.scripted import INFO, MESSAGES, Server, server
+from tests.support.scripted import INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
 
@@ -166,7 +166,7 @@ async def test_a_bug_is_a_500_in_openais_shape(
 
     s = make()
     monkeypatch.setattr(s.engine, "stats", broken)
-    from tests.server.scripted import Connection
+    from tests.support.scripted import Connection
 
     connection = Connection(s.app, "/health", method="GET")
     with pytest.raises(RuntimeError):  # for the log

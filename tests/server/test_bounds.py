@@ -21,7 +21,7 @@ from mlxspec.server.openai import schema as openai
 from mlxspec.server.responses import schema as responses
 from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.rewrites import merged
-from tests.server.scripted import MESSAGES, Connection, server
+from tests.support.scripted import MESSAGES, Connection, server
 
 pytestmark = pytest.mark.anyio
 

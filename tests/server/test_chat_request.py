@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxspec.text.chat import encode
-from tests.server.scripted import END, INFO, MESSAGES, Server, server
+from tests.support.scripted import END, INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
 

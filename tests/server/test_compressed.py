@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from tests.server.scripted import Server, server
+from tests.support.scripted import Server, server
 
 pytestmark = pytest.mark.anyio
 

@@ -18,8 +18,8 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.server import connections, process
 from mlxspec.server.app import ENDPOINTS
-from tests.server.live import serving
-from tests.server.scripted import MESSAGES, Server, server
+from tests.support.live import serving
+from tests.support.scripted import MESSAGES, Server, server
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHAT = "/v1/chat/completions"

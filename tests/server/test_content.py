@@ -18,7 +18,7 @@ from mlxspec.server.body import parse
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import Chat
 from mlxspec.server.responses.schema import Create, chat_messages
-from tests.server.scripted import INFO, Server, server
+from tests.support.scripted import INFO, Server, server
 
 pytestmark = pytest.mark.anyio
 

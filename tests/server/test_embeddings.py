@@ -20,9 +20,9 @@ from mlxspec.server.embeddings import embed
 from mlxspec.server.openai.schema import Embeddings
 from mlxspec.text.chat import encode
 from mlxspec.types import Busy
-from tests import tiny
-from tests.server.live import live, tiny_worker
-from tests.server.scripted import Answer, Connection, server
+from tests.support import tiny
+from tests.support.live import live, tiny_worker
+from tests.support.scripted import Answer, Connection, server
 
 pytestmark = pytest.mark.anyio
 

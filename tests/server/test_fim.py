@@ -11,14 +11,13 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode, load_tokenizer
-from tests import tiny
-from tests.server.live import tiny_worker
-from tests.server.scripted import END, Connection, Server, server
-from tests.tiny_tokenizer import save_tokenizer
+from tests.support import tiny
+from tests.support.live import tiny_worker
+from tests.support.scripted import END, Connection, Server, server
+from tests.tiny_tokenizer import PSM, save_tokenizer
 
 pytestmark = pytest.mark.anyio
 
-PSM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|file_sep|>")
 SPM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 FILLED = "<|fim_prefix|>def f(<|fim_suffix|>): pass<|fim_middle|>"
 CONTEXT = 512

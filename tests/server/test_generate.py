@@ -13,7 +13,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.server import generate as module
 from mlxspec.types import Finish, Output
-from tests.server.scripted import MESSAGES, Connection, Server, server
+from tests.support.scripted import MESSAGES, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
 

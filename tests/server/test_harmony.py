@@ -15,8 +15,8 @@ from mlxspec.text.chat import encode, load_tokenizer, render_chat
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
-from tests.server.scripted import INFO, Server, server
 from tests.server.test_chat_request import allowed
+from tests.support.scripted import INFO, Server, server
 from tests.text.test_grammar import VOCAB, text, walk
 from tests.text.test_output_parser import CALL_READ, TOOLS, read, told
 from tests.tiny_tokenizer import save_tokenizer

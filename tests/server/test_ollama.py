@@ -14,8 +14,8 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode, render_chat
 from mlxspec.types import Served
-from tests import tiny
-from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
+from tests.support import tiny
+from tests.support.scripted import INFO, MESSAGES, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
 

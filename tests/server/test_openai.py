@@ -10,7 +10,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.server import chat_request as asking
 from mlxspec.text.chat import encode, render_chat
-from tests.server.scripted import END, INFO, MESSAGES, Answer, Server, server
+from tests.support.scripted import END, INFO, MESSAGES, Answer, Server, server
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,8 @@ from mlxspec.kernels.verify import KERNELS, Verdict
 from mlxspec.metrics import PROCESS
 from mlxspec.server import page, state
 from mlxspec.types import Served, Stats
-from tests.server.live import live
-from tests.server.scripted import INFO, Connection, Server, server
+from tests.support.live import live
+from tests.support.scripted import INFO, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
 

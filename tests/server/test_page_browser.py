@@ -21,9 +21,9 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
-from tests import tiny
-from tests.drafters import attach
-from tests.server.live import live
+from tests.support import tiny
+from tests.support.drafters import attach
+from tests.support.live import live
 from tests.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -26,9 +26,10 @@ from mlx.utils import tree_flatten
 from mlxspec.config import Config, ConfigError
 from mlxspec.server import process
 from mlxspec.server.process import bind, greeting
-from tests import tiny
-from tests.server.live import live
-from tests.server.scripted import MESSAGES, Server, server
+from tests.support import tiny
+from tests.support.live import live
+from tests.support.process_caller import Caller, serve, stop_me
+from tests.support.scripted import MESSAGES, Server, server
 from tests.tiny_tokenizer import save_tokenizer
 
 
@@ -38,39 +39,6 @@ def make(tokenizer: Any, model_dir: Path) -> Callable[..., Server]:
         return server(tokenizer, model_dir, Config(port=0, drain_s=drain_s), **kw)
 
     return made
-
-
-class Caller:
-    """What happens once the server listens, on a thread of its own."""
-
-    def __init__(self, do: Callable[[str], None]) -> None:
-        self.do, self.said, self.errors = do, "", list[BaseException]()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    def __call__(self, text: str) -> None:
-        self.said = text
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.do(self.said.split()[4].removesuffix("/v1"))
-        except BaseException as error:
-            self.errors.append(error)
-
-    def check(self) -> None:
-        self.thread.join(10)
-        assert not self.thread.is_alive() and self.errors == []
-
-
-def serve(app: Any, caller: Caller) -> int:
-    """Until it ends; `caller` gets the greeting."""
-    with pytest.MonkeyPatch.context() as patch, bind(Config(port=0)) as listener:
-        patch.setattr(process, "announce", caller)
-        return process.serve(app, listener)
-
-
-def stop_me(number: int = signal.SIGTERM) -> None:
-    os.kill(os.getpid(), number)
 
 
 def post(url: str, **body: Any) -> Any:

@@ -17,8 +17,8 @@ from mlxspec.text.chat import encode, load_tokenizer
 from mlxspec.training import recorder as module
 from mlxspec.training.recorder import LENGTH, PROMPT, WAITING, Recorder, recorded
 from mlxspec.training.samples import Sample
-from tests.model.test_layout import save
-from tests.server.scripted import END, MESSAGES, Connection, Server, server
+from tests.support.checkpoints import save
+from tests.support.scripted import END, MESSAGES, Connection, Server, server
 from tests.tiny_tokenizer import save_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

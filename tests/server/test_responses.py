@@ -14,7 +14,7 @@ from mlxspec.server.errors import ApiError
 from mlxspec.server.responses.endpoints import Store
 from mlxspec.server.responses.writer import NOT_ENCRYPTED, plain_input
 from mlxspec.text.chat import encode, render_chat
-from tests.server.scripted import END, INFO, Answer, Connection, Server, server
+from tests.support.scripted import END, INFO, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from mlxspec.server.app import Detokenize, Tokenize
 from mlxspec.server.body import parse
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import UNSUPPORTED, Chat, Completion, Embeddings, OneEmbedding
-from tests.server.scripted import MESSAGES, Server, server
+from tests.support.scripted import MESSAGES, Server, server
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 COMPLETION: dict[str, Any] = {"prompt": "hello"}

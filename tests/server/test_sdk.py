@@ -17,9 +17,9 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
-from tests import tiny
-from tests.server.live import live, tiny_worker
-from tests.server.scripted import MESSAGES, server
+from tests.support import tiny
+from tests.support.live import live, tiny_worker
+from tests.support.scripted import MESSAGES, server
 
 pytestmark = pytest.mark.anyio
 

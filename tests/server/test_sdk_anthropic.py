@@ -15,8 +15,8 @@ import httpx
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
-from tests.server.live import live
-from tests.server.scripted import INFO, MESSAGES, Server, server
+from tests.support.live import live
+from tests.support.scripted import INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
 

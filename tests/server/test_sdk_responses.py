@@ -18,9 +18,9 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo
-from tests import tiny
-from tests.server.live import live
-from tests.server.scripted import END, INFO, Server, server
+from tests.support import tiny
+from tests.support.live import live
+from tests.support.scripted import END, INFO, Server, server
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WIDE = replace(INFO, context=8192)

@@ -9,7 +9,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server.security import protect
-from tests.server.scripted import MESSAGES, Answer, Connection, server
+from tests.support.scripted import MESSAGES, Answer, Connection, server
 
 pytestmark = pytest.mark.anyio
 

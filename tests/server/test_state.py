@@ -13,7 +13,7 @@ from mlxspec.config import Config
 from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState, while_connected
 from mlxspec.types import Busy, Dead
-from tests.server.scripted import server
+from tests.support.scripted import server
 
 pytestmark = pytest.mark.anyio
 

@@ -20,9 +20,9 @@ from mlxspec.config import Config
 from mlxspec.files import write_atomic
 from mlxspec.service import launchd, status
 from mlxspec.types import Served, Stats
-from tests.server.live import live
-from tests.server.scripted import INFO, Server, server
 from tests.service import fake
+from tests.support.live import live
+from tests.support.scripted import INFO, Server, server
 
 SMALL = Served(replace(INFO, name="small"), "unloaded")
 At = Callable[..., AbstractContextManager[tuple[str, Server]]]

@@ -15,10 +15,10 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
-from tests import tiny
-from tests.drafters import attach
-from tests.server.live import live
-from tests.server.scripted import INFO, MESSAGES, Server, server
+from tests.support import tiny
+from tests.support.drafters import attach
+from tests.support.live import live
+from tests.support.scripted import INFO, MESSAGES, Server, server
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 CLOSED = "{{- '<think>\n\n</think>\n\n' }}{% endif %}"

@@ -23,8 +23,8 @@ from mlx.utils import tree_flatten
 
 from mlxspec.service import crashes
 from mlxspec.service.crashes import SAFE_CRASHES, WINDOW_S
-from tests import tiny
 from tests.service.activator import Activator
+from tests.support import tiny
 from tests.tiny_tokenizer import save_tokenizer
 
 STATE = "Library/Application Support/mlxspec/crashes.txt"

@@ -17,7 +17,7 @@ from mlxspec.service.menubar import Item, Menu, menu_of
 from mlxspec.service.status import Status
 from mlxspec.types import UserError
 from tests.service import fake
-from tests.service.test_launchd import DOCUMENTED, faults
+from tests.service.fake import DOCUMENTED, faults
 
 URL = "http://127.0.0.1:8080"
 MODELS = {"org/big": "loaded", "small": "unloaded"}

@@ -18,14 +18,14 @@ from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.proposer import Proposer
-from tests import architectures, tiny
-from tests.chains import TOLERANCE, AssistantChain, Drafted, check, few, recorded
-from tests.drafters import costs
-from tests.engine.test_heads import head_of, loud, some
 from tests.heads import assistant, kinds
 from tests.heads.assistant import BEST, CLUSTERS, SIZE
 from tests.heads.packagings import Tensors
-from tests.model.test_layout import save
+from tests.support import architectures, tiny
+from tests.support.checkpoints import save
+from tests.support.drafters import costs
+from tests.support.engine_with_head import head_of, loud, some
+from tests.support.expected_drafts import TOLERANCE, AssistantChain, Drafted, check, few, recorded
 
 KIND = "gemma4_text"
 Change = Callable[[Tensors, kinds.Config], None]

@@ -10,8 +10,8 @@ import pytest
 
 from mlxspec.model.trunk import trunk_of
 from mlxspec.speculate.heads.drafter import HeadDrafter
-from tests import tiny
 from tests.heads import assistant, kinds, oracle, runs
+from tests.support import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its imports
 

@@ -18,7 +18,7 @@ from mlxspec.speculate.calibrate import (
     contexts_in,
 )
 from mlxspec.speculate.controller import GRID
-from tests import tiny
+from tests.support import tiny
 
 SIZE = 16
 CONTEXTS = (64, 12 * SIZE - 33)
@@ -76,8 +76,9 @@ def test_a_disturbed_measurement_makes_no_more_rows_dear(
     def took(runner: Runner, table: list[int], context: int, rows: int) -> float:
         return rows + context / 64
 
-    def disturbed(runner: Runner, table: list[int], *at: int) -> float:
-        return 99.0 if at == (context, rows) else took(runner, table, *at)
+    def disturbed(runner: Runner, table: list[int], at: int, **how: int) -> float:
+        here = (at, how["rows"]) == (context, rows)
+        return 99.0 if here else took(runner, table, at, **how)
 
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(module, "time_step", took)
@@ -96,7 +97,7 @@ def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.Monkey
 
     def kept(self: Any, accepted: Any, samplers: Any) -> Any:
         found = keep(self, accepted, samplers)
-        asked.extend(recorder.entries[0].rows for recorder in found)
+        asked.extend(recorder.spans[0].rows for recorder in found)
         return found
 
     monkeypatch.setattr(RecurrentStates, "keep_accepted", kept)

@@ -23,7 +23,7 @@ from mlxspec.speculate.controller import (
     probe_every,
     share,
 )  # fmt: skip
-from tests.rows import in_turn
+from tests.support.parameter_rows import in_turn
 
 DEPTH = 8
 SLOPES, QUADS, DRAFTS = (0.0, 0.03, 0.1, 0.24, 0.6, 1.0), (0.0, 0.01, 0.05), (0.0, 0.1, 0.35)

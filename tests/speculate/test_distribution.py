@@ -16,10 +16,10 @@ from mlx.utils import tree_map
 
 from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Proposal
 from mlxspec.types import Request
-from tests import tiny
-from tests.drafters import attach, copies, like
-from tests.liar import NoisyOracle
-from tests.rows import in_turn
+from tests.support import tiny
+from tests.support.drafters import attach, copies, like
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.parameter_rows import in_turn
 
 PROMPT = (5, 6, 7)
 TOKENS = (17, 58, 141, 272)
@@ -75,12 +75,16 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be drafted is, so that few seeds tell much."""
 
     def decide(
-        self: Controller, pilots: list[AcceptanceRate], options: list[list[Proposal]], *_: Any
+        self: Controller,
+        pilots: list[AcceptanceRate],
+        options: list[list[Proposal]],
+        *_: Any,
+        **__: Any,
     ) -> list[Any]:
         return [(len(some[0].rates), some[0]) if some else (0, None) for some in options]
 
     monkeypatch.setattr(Controller, "decide", decide)
-    monkeypatch.setattr(Costs, "learn", lambda *a: None)
+    monkeypatch.setattr(Costs, "learn", lambda *_, **__: None)
 
 
 def engine(kind: str) -> tiny.Engine:

@@ -12,14 +12,15 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
+from mlxspec.sequences import Entry, SeqState, Span
 from mlxspec.speculate.chain import MAX_LAG
 from mlxspec.speculate.controller import Controller, Costs
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Entry, Request
-from tests import tiny
-from tests.drafters import attach, like, small_model
-from tests.rows import in_turn
+from mlxspec.types import Request
+from tests.support import tiny
+from tests.support.drafters import attach, like, small_model
+from tests.support.parameter_rows import in_turn
 
 N = 24
 BLOCK = 8
@@ -27,7 +28,7 @@ BLOCK = 8
 
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Costs, "learn", lambda *a: None)
+    monkeypatch.setattr(Costs, "learn", lambda *_, **__: None)
 
 
 @functools.cache
@@ -61,7 +62,7 @@ class Twins:
     layout: Any = "rows"
     engine: Engine = field(init=False)
     chain: Proposer = field(init=False)
-    reads: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    reads: Counter[tuple[SeqState, int]] = field(default_factory=Counter)
     blind: int = 0
     rows: int = 0
 
@@ -73,15 +74,13 @@ class Twins:
         assert self.draft
         forward = self.runner.forward_rows
 
-        def counted(plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None) -> mx.array:
+        def counted(plan: Sequence[Span], ids: mx.array, offsets: mx.array | None) -> mx.array:
             for e in plan:
                 self.rows += e.rows
                 if e.inflight_drafts:
                     self.blind += e.count == 2
                     continue
-                self.reads.update(
-                    (e.seq.request.id, e.seq.index, at) for at in range(e.start, e.end)
-                )
+                self.reads.update((e.kept, at) for at in range(e.start, e.end))
             return forward(plan, ids, offsets)
 
         self.runner.forward_rows = counted  # type: ignore[method-assign]
@@ -228,7 +227,7 @@ def test_no_position_is_read_twice_but_one_row_per_blind_round(
     twins = Twins(noise=noise)
     r = tiny.request("a", some(40), 60, temperature=temperature, seed=2)
     out = twins(r)
-    assert all(n == 1 for (_, _, at), n in twins.reads.items() if at < len(r.prompt)), "prompt"
+    assert all(n == 1 for (_, at), n in twins.reads.items() if at < len(r.prompt)), "prompt"
     refused = out[-1].drafted - out[-1].accepted
     assert bool(refused) == bool(noise)
     assert (
@@ -323,11 +322,11 @@ def test_it_follows_a_target_that_rolls_drafts_back(monkeypatch: pytest.MonkeyPa
     def three(p, options, *_):
         return [(3, some[-1]) if some else (0, None) for some in options]
 
-    monkeypatch.setattr(Controller, "decide", lambda self, *args: three(*args))
+    monkeypatch.setattr(Controller, "decide", lambda self, *args, **_: three(*args))
     draft = HeadDrafter.draft
 
-    def checked(self: HeadDrafter, plan: Sequence[Entry], previous: Any, chosen: Any) -> None:
-        draft(self, plan, previous, chosen)
+    def checked(self: HeadDrafter, plan: Sequence[Entry], previous: Any) -> None:
+        draft(self, plan, previous)
         drafted.extend(entry for entry in plan if len(entry.draft))
 
     monkeypatch.setattr(HeadDrafter, "draft", checked)

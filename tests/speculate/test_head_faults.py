@@ -21,11 +21,11 @@ from mlxspec.speculate.heads.block import Block
 from mlxspec.speculate.heads.eagle import Eagle3
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.types import Request, Sampling
-from tests import tiny
 from tests.heads import kinds, packagings, runs
 from tests.heads.kinds import warnings_in
 from tests.heads.packagings import FOUR_BITS, SIDECAR, TARGET, Tensors
-from tests.rows import in_turn
+from tests.support import tiny
+from tests.support.parameter_rows import in_turn
 
 MLP = "layers.0.mlp"
 

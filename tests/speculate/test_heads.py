@@ -13,14 +13,14 @@ from mlx.utils import tree_flatten
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
-from mlxspec.speculate import chain
 from mlxspec.speculate.chain import MAX_CHAIN
+from mlxspec.speculate.heads import drafter
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Sampling
-from tests import tiny
 from tests.heads import packagings, runs
 from tests.heads.packagings import FORMS, FOUR_BITS, MXFP4, SIDECAR, WHOLE, WRITERS
+from tests.support import tiny
 
 Params = Mapping[str, mx.array]
 
@@ -207,8 +207,8 @@ def test_mistakes_show(mistake: Any) -> None:
 
 def greedy_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, only the likeliest tokens are drafted."""
-    own = chain.sampling_of
-    monkeypatch.setattr(chain, "sampling_of", lambda *args: replace(own(*args), temperature=0.0))
+    own = drafter.sampling_of
+    monkeypatch.setattr(drafter, "sampling_of", lambda *args: replace(own(*args), temperature=0.0))
 
 
 def test_the_targets_noise_pays_where_the_target_is_unsure(

@@ -13,9 +13,9 @@ from mlxspec.model import attention
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages, View
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.types import Entry, Request, Seq
 from tests.heads import oracle, packagings, runs
 from tests.heads.packagings import FOUR_BITS, TARGET
+from tests.support.spans import span
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its imports
 
@@ -56,10 +56,9 @@ def our_logits(head: HeadModel, tokens: mx.array, hidden: mx.array) -> mx.array:
     view = View(BLOCK, blocks, dict(blocks), first=1)
     pages = [Pages(view, None) for _ in head.module.layers]
     attention.install(head.module)
-    seq = Seq(Request("r", (0,), 1), table=list(range(1, 16)))
     outputs, start = [], 1
     for rows in (PROMPT, *(1 for _ in range(CHAINED))):
-        fill_view(view, [Entry(seq, start, rows, True)], None)
+        fill_view(view, [span(range(1, 16), [], start, rows)], None)
         embedded = head.embed(tokens[start - 1 : start - 1 + rows])
         hidden = head.module(embedded[:, None], hidden[:, None], pages)[:, 0]
         outputs.append(hidden)

@@ -25,8 +25,8 @@ from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.proposer import Proposer
-from tests import architectures, tiny
-from tests.drafters import costs
+from tests.support import architectures, tiny
+from tests.support.drafters import costs
 
 LAYOUTS: dict[str, Any] = {"glm4_moe": "rows", "glm4_moe_lite": "gather", "deepseek_v3": "gather"}
 PROMPTS = {"long": tuple(range(40, 67)), "fork": (*range(40, 60), 3, 4, 5), "two": (7, 9)}

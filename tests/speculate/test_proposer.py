@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from mlxspec.engine.engine import Engine
+from mlxspec.sequences import Accepted, Draft, Entry, Seq
 from mlxspec.speculate.controller import AcceptanceRate, Costs, Key
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.ngram import FIRST_RATE, bucket
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Seq
-from tests import tiny
-from tests.drafters import KINDS, attach, copies, costs, like, small_model
-from tests.rows import in_turn
+from mlxspec.types import MAX_DEPTH, Request
+from tests.support import tiny
+from tests.support.drafters import KINDS, attach, copies, costs, like, small_model
+from tests.support.parameter_rows import in_turn
+from tests.support.spans import entry
 
 PROMPT = [5, 6, 7, 8] * 5
 N = 40
@@ -29,7 +31,7 @@ COPIES = {"lookup", "resume", "suffix"}
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs as given: what a step takes on a busy machine must not decide what is drafted."""
-    monkeypatch.setattr(Costs, "learn", lambda *a: None)
+    monkeypatch.setattr(Costs, "learn", lambda *_, **__: None)
 
 
 @functools.cache
@@ -440,15 +442,15 @@ def test_a_model_that_raises_leaves_copies(
 def test_a_token_that_a_grammar_refuses_counts_as_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a head whose drafts a grammar refuses would draft for ever."""
     learned = []
-    monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
+    monkeypatch.setattr(Costs, "learn", lambda self, *told, **_: learned.append(told))
     keys = [("model", "likeliest", n) for n in (1, 2)]
-    entry = Entry(Seq(request()), 20, 1, True, 2)
-    cut = replace(entry, draft=Draft([], "model", keys))
+    whole = entry(Seq(request()), 20, 1, True, depth=2)
+    cut = replace(whole, draft=Draft([], "model", keys))
     drafter: Any = SimpleNamespace(
         name="model", lazy=True, begin=lambda seq: None, observe=lambda *told: None
     )
     chain = Proposer(costs(), [drafter])
-    chain.begin(entry.seq)
+    chain.begin(whole.seq)
     before = chain.control.rate.of(keys[0])
     chain.observe(step(cut, "overlap"), [Accepted([1])], 0.1)
     assert chain.control.rate.of(keys[0]) < before
@@ -458,14 +460,14 @@ def test_a_token_that_a_grammar_refuses_counts_as_rejected(monkeypatch: pytest.M
 def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of it may be in flight where it fails; their time is not the target's."""
     learned = []
-    monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
-    entry = Entry(Seq(request()), 20, 1, True)
-    drafted = replace(entry, draft=Draft([1, 2], "model"))
+    monkeypatch.setattr(Costs, "learn", lambda self, *told, **_: learned.append(told))
+    plain = entry(Seq(request()), 20, 1, True)
+    drafted = replace(plain, draft=Draft([1, 2], "model"))
     lost: Any = SimpleNamespace(name="model", lazy=True, learn_seconds=lambda *told: None)
     chain = Proposer(costs(), [lost])
     chain.drafters.remove(lost)
-    chain.begin(entry.seq)
+    chain.begin(plain.seq)
     chain.observe(step(drafted, "overlap"), [Accepted([1])], 0.1)
     assert not learned
-    chain.observe(step(entry, "overlap"), [Accepted([1])], 0.1)
+    chain.observe(step(plain, "overlap"), [Accepted([1])], 0.1)
     assert len(learned) == 1

@@ -13,10 +13,10 @@ from mlxspec.config import Config
 from mlxspec.load.loader import load_engine
 from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.types import FINAL_NORM, Tap
-from tests import tiny
-from tests.engine.test_heads import head_of
 from tests.heads import packagings, runs
 from tests.heads.packagings import SIDECAR, TARGET
+from tests.support import tiny
+from tests.support.engine_with_head import head_of
 
 BLOCK = 16
 LAST = 3  # layer

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from mlxspec.model.runner import Runner
+from mlxspec.sequences import Accepted, Entry, Seq
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, Accepted, Entry, Request, Seq, Tap
-from tests import tiny
-from tests.drafters import costs
-from tests.liar import NoisyOracle
+from mlxspec.types import FINAL_NORM, Request, Tap
+from tests.support import tiny
+from tests.support.drafters import costs
+from tests.support.noisy_oracle import NoisyOracle
+from tests.support.spans import span
 
 PROMPTS = {"long": tuple(range(40, 75)), "fork": (*range(40, 60), 3, 4, 5), "one": (7,)}
 N = 12
@@ -64,7 +66,7 @@ class TapReader:
     def options(self, seq: Seq) -> list[Proposal]:
         return []
 
-    def draft(self, plan: Sequence[Entry], previous: Any, chosen: Any) -> None:
+    def draft(self, plan: Sequence[Entry], previous: Any) -> None:
         """What a lazy drafter would read: every row of the step in flight, before it is read."""
         if previous is not None:
             self.rows += sum(tap.shape[0] for tap in previous.taps.values())
@@ -144,17 +146,13 @@ def nodes(array: mx.array) -> int:
 def test_no_cost_where_nobody_asks(kind: str, layout: Any) -> None:
     """The same graph before anybody tapped and after; a tap adds no operation to the logits."""
     model = tiny.model(kind)
-    seq = Seq(Request("r", (1, 2, 3), 2), tokens=[1, 2, 3], table=[1])
-    seq.windows = [[]]
 
     def graph(taps: tuple[Tap, ...]) -> tuple[int, set[Tap]]:
         runner = Runner(model, layout, 8, 8)
-        seq.state = None
-        runner.forward([Entry(seq, 0, 1, True)], None)  # makes the pools
+        runner.forward([span([1], [1, 2, 3], 0, 1)], None)  # makes the pools
         runner.tap(taps)
-        seq.state = None
         tokens = mx.array([[2]])
-        step = runner.forward([Entry(seq, 0, 1, True)], None)
+        step = runner.forward([span([1], [1, 2, 3], 0, 1)], None)
         del tokens
         return nodes(step.logits), set(step.taps)
 

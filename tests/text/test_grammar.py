@@ -20,7 +20,7 @@ from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import MAX_BYTES, MAX_COMPILED, MAX_DIGITS, Grammars
 from mlxspec.text.structured.json_schema import json_rule
-from tests.schemas import schemas
+from tests.support.schemas import schemas
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
 VOCAB = 330  # of the logits: wider than the tokenizer, as a model's is

@@ -99,7 +99,7 @@ class CompletionWriter(ResponseWriter):
                 choice.index,
                 {"message": {**message(choice), "refusal": None}},
                 self._logprobs(choice.whole),
-                _finish_reason(choice),
+                finish=_finish_reason(choice),
             )
             written.append(made)
         return self._head(choices=written, usage=usage_object(usage))
@@ -121,7 +121,7 @@ class CompletionWriter(ResponseWriter):
         logprobs: Json | None = None,
         finish: str | None = None,
     ) -> bytes:
-        choice = self._choice(index, {"delta": delta}, logprobs, finish)
+        choice = self._choice(index, {"delta": delta}, logprobs, finish=finish)
         data = self._head(".chunk", choices=[choice])
         if self._usage:
             data["usage"] = None
@@ -226,11 +226,13 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
             text, ends = _gap(model, body, prompt)
         ids = encode_prompt(model, text) if isinstance(text, str) else text
         name = f"{id}-{len(requests)}" if requests else id
-        request = engine_request(model, body, name, ids, "prompt")
+        request = engine_request(model, body, name, prompt=ids, source="prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
         requests.append(request)
         for _ in range(body.n):
-            reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
+            reader = Detokenizer(
+                model.tokenizer, body.stop, request.stop_tokens, prompt_text_continues=True
+            )
             choices.append(Choice(len(choices), request, reader))
     return Prepared(requests, choices)
 

@@ -96,7 +96,7 @@ class Store:
 
 def _missing(id: str, param: str | None = None) -> ApiError:
     why = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
-    return ApiError(404, why, param, "not_found")
+    return ApiError(404, why, param, code="not_found")
 
 
 async def create(http: HttpRequest, body: Create, model: TextModel) -> Response | Generation:

@@ -135,7 +135,7 @@ def known_tools(
         here, kind = f"{at}[{i}]", given.get("type")
         if kind == "namespace" and namespace is None:
             space = validate(Namespace, given, here)
-            known |= known_tools(space.tools, ignored, f"{here}.tools", space.name)
+            known |= known_tools(space.tools, ignored, f"{here}.tools", namespace=space.name)
         elif kind in ("function", "custom"):
             tool = validate(Tool, {**given, "namespace": namespace}, here)
             known[tool.full_name] = tool

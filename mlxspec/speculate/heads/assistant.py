@@ -20,7 +20,7 @@ from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import decoder_layers, trunk_of
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
+from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
 from mlxspec.speculate.heads.tensors import load_tensors
 from mlxspec.types import UnsupportedModel
 
@@ -92,15 +92,15 @@ class AssistantPass(Pass):
         # A sliding layer sees what the newest token would, less that token itself.
         target = runner.view
         blocks = {window and window - 1: n for window, n in target.num_blocks.items()}
-        self.view = View(target.block_size, blocks, {}, target.dense)
+        self.view = View(target.block_size, blocks, {}, dense=target.dense)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
         hidden = rows.newest_hidden(chain.shift)
-        newest = [replace(e, start=e.start - 1) for e in chain.entries]  # with keys and values
+        newest = [replace(e, start=e.start - 1) for e in chain.spans]  # with keys and values
         pages = [self._lent(each) for each in self.read_from]
         seen = 0  # sequences in the view
-        while n := len(chain.entries):
+        while n := len(chain.spans):
             if seen != n:
                 fill_view(self.view, newest[:n], chain.shift)
                 seen = n
@@ -149,15 +149,15 @@ def load_assistant(files: HeadFiles, target: nn.Module) -> HeadModel:
     layers = [make(args, i) for i in range(count)]
     reads = tuple(holders[layer.layer_type] for layer in layers)
     best = files.config.get("centroid_intermediate_top_k", 32)
-    module = Assistant(layers, args, size, reads, clusters, best)
+    module = Assistant(layers, args, size, reads=reads, clusters=clusters, best=best)
     load_tensors(files, module, tensors)
     trunk = trunk_of(target)
     return HeadModel(
         "assistant",
         AssistantPass,
         module,
-        lambda tokens: trunk.embed_tokens(tokens) * trunk.embed_scale,
-        module.logits,
-        size,
+        embed=lambda tokens: trunk.embed_tokens(tokens) * trunk.embed_scale,
+        lm_head=module.logits,
+        width=size,
         kv_layers=0,
     )

@@ -169,7 +169,7 @@ class Block(nn.Module):
             causal = bool(config.get("is_causal", config.get("causal", usual)))
             if reach:
                 window = min(window or reach + 1, reach + 1)
-            self.layers.append(BlockLayer(layer, config, window, causal))
+            self.layers.append(BlockLayer(layer, config, window, causal=causal))
         if config.get("selector_rank"):
             self.candidate_selector = Selector(config)
         dspark = bool(config.get("markov_rank"))
@@ -226,7 +226,7 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     size = config["hidden_size"]
     # What a confidence head says of a draft comes too late for it: see NOTES.md.
     ignored = ("confidence_head",)
-    loaded = load_module(files, module, tensors, size, target, ignored)
+    loaded = load_module(files, module, tensors, size=size, target=target, ignored=ignored)
     embed, lm_head, module.vocabulary = loaded
     mask_of(files, config, embed)
     scale = getattr(trunk_of(target), "embed_scale", 1)
@@ -238,8 +238,8 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
         "dspark" if dspark else "dflash",
         BlockPass,
         module,
-        embed,
-        lm_head,
+        embed=embed,
+        lm_head=lm_head,
         width=len(taps) * width,
         taps=taps,
         kv_layers=len(module.layers),

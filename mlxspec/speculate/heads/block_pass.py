@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlxspec.kernels.reference import Blocks, block_array, gather
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages
+from mlxspec.sequences import Spans
 from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
-from mlxspec.types import Plan
+from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
 
 NEVER = 1 << 30  # a position that no row sees
 
@@ -34,7 +34,7 @@ class BlockCache:
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         size = self.pages.view.block_size
         pools = self.pages.pools()
-        keys, values = [gather(pool, self.blocks, size, slice(None)) for pool in pools]
+        keys, values = [gather(pool, self.blocks, size, keep=slice(None)) for pool in pools]
         return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
 
 
@@ -47,24 +47,24 @@ class BlockPass(Pass):
         for layer, kv in zip(head.module.layers, caches, strict=True):
             layer.self_attn(row, None, kv)
 
-    def read(self, rows: Rows) -> None:
-        if rows.entries:
-            fill_view(self.view, rows.entries, None)
+    def read(self, rows: HeadInput) -> None:
+        if rows.spans:
+            fill_view(self.view, rows.spans, None)
             self.head.module.store(rows.hidden, self.pages)
             self.submit()
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
         self.read(rows)
-        depth = chain.entries[0].depth
+        depth = chain.depths[0]
         hidden = self._block(chain, depth)
         logits = self.head.lm_head(hidden)
         for token in range(depth):
-            at = slice(len(chain.entries)), token
+            at = slice(len(chain.spans)), token
             chain.draw(self.head.module.scores(logits[at], hidden[at], chain.tokens))
 
     def _block(self, chain: Chain, depth: int) -> mx.array:
         """The head's output [n, depth, D] in the rows that predict."""
-        module, drafting = self.head.module, chain.entries
+        module, drafting = self.head.module, chain.spans
         extra = 0 if module.from_anchor else 1
         rows = depth + extra
         masks = mx.full((len(drafting), rows - 1), module.mask, mx.int32)
@@ -83,7 +83,7 @@ class BlockPass(Pass):
 
     def _context(
         self,
-        drafting: Plan,
+        drafting: Spans,
         starts: mx.array,
         rows: int,
         window: int | None,
@@ -94,9 +94,9 @@ class BlockPass(Pass):
         low = max(0, min(e.start for e in drafting) - window) // size if window else 0
         high = -(-max(e.start + e.inflight_drafts for e in drafting) // size)
         width = max(1, high - low)
-        blocks = Blocks(block_array([e.seq.table[low : low + width] for e in drafting], width))
+        blocks = Blocks(block_array([e.tables[0][low : low + width] for e in drafting], width))
         slots = low * size + mx.arange(width * size)
-        return blocks, block_mask(slots, starts, rows, window, causal)
+        return blocks, block_mask(slots, starts, rows, window=window, causal=causal)
 
 
 def block_mask(

@@ -12,9 +12,9 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.model.batch import Shift, bucket, fill_view, runs_of, sampled_rows, starts_of
+from mlxspec.sequences import Draft
 from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
-from mlxspec.types import Draft
+from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
 
 
 class ChainedPass(Pass):
@@ -26,24 +26,24 @@ class ChainedPass(Pass):
         rows = head.embed(mx.array([[0, 0]]))
         head.module(rows, rows, caches)
 
-    def read(self, rows: Rows) -> None:
+    def read(self, rows: HeadInput) -> None:
         self._forward(rows)
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
         out = self._forward(rows)[rows.newest(chain.shift)]
         chain.draw(self.head.lm_head(out))
-        while chain.entries:
-            drafted = Rows(chain.entries, chain.tokens, out[: len(chain.entries)])
+        while chain.spans:
+            drafted = HeadInput(chain.spans, chain.tokens, out[: len(chain.spans)])
             out = self._forward(drafted, chain.shift)
             chain.draw(self.head.lm_head(out))
 
-    def _forward(self, rows: Rows, shift: Shift = None) -> Array:
+    def _forward(self, rows: HeadInput, shift: Shift = None) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that
         are alike."""
         view, hidden = self.view, rows.hidden
         out = []
         for batch, places, at in runs_of(
-            rows.entries,
+            rows.spans,
             lambda e: view.dense and bucket(e, view.block_size),
         ):
             part = None if shift is None else shift[places]
@@ -66,17 +66,17 @@ class ParallelPass(ChainedPass):
         super().__init__(head, *args)
         self._hidden = head.prepare(head.module.mask_hidden)
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
-        depth, shift = chain.entries[0].depth, chain.shift
-        starts = starts_of(rows.entries)
-        newest = mx.array([starts[run] + run.count - 1 for run in rows.entries])
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
+        depth, shift = chain.depths[0], chain.shift
+        starts = starts_of(rows.spans)
+        newest = mx.array([starts[run] + run.count - 1 for run in rows.spans])
         if shift is not None:
             newest = newest + shift
         runs = []
         places: list[int] = []
         owners: list[int] = []  # the number of each row's run
-        for n, (run, e) in enumerate(zip(rows.entries, chain.entries, strict=True)):
-            masks = Draft([0 for _ in range(run.sampled + e.depth - 2)])
+        for n, (run, own) in enumerate(zip(rows.spans, chain.depths, strict=True)):
+            masks = Draft([0 for _ in range(run.sampled + own - 2)])
             runs.append(replace(run, draft=masks))
             places += range(starts[run], starts[run] + runs[-1].rows)
             owners += [n for _ in range(runs[-1].rows)]
@@ -85,10 +85,10 @@ class ParallelPass(ChainedPass):
         at = mx.where(known, at, len(rows.tokens))  # there the mask is
         tokens = mx.concatenate([rows.tokens, mx.array([self.head.module.mask])])
         hidden = mx.concatenate([rows.hidden, self._hidden])
-        made = Rows(runs, tokens[at], hidden[at])
+        made = HeadInput(runs, tokens[at], hidden[at])
         out = self._forward(made)
         wanted = made.newest(shift)[:, None] + mx.arange(depth)
         wanted = mx.minimum(wanted, len(out) - 1)  # shallower drafts have fewer rows
         logits = self.head.lm_head(out[wanted.flatten()]).reshape(*wanted.shape, -1)
         for token in range(depth):
-            chain.draw(logits[: len(chain.entries), token])
+            chain.draw(logits[: len(chain.spans), token])

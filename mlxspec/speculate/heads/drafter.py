@@ -14,12 +14,20 @@ import mlx.core as mx
 
 from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.model.runner import Runner
-from mlxspec.speculate import Drafter, Proposals
-from mlxspec.speculate.calibrate import unused_seq
-from mlxspec.speculate.chain import LIKELIEST, MAX_LAG, Chain, DraftCosts, deepest_first
+from mlxspec.sequences import Accepted, Draft, Entry, Plan, Seq, Span
+from mlxspec.speculate import Drafter
+from mlxspec.speculate.calibrate import unused_span
+from mlxspec.speculate.chain import (
+    LIKELIEST,
+    MAX_LAG,
+    Chain,
+    DraftCosts,
+    deepest_first,
+    sampling_of,
+)
 from mlxspec.speculate.controller import Proposal
-from mlxspec.speculate.heads.model import HeadModel, Rows
-from mlxspec.types import Accepted, Check, Draft, Entry, Plan, Seq, Tap
+from mlxspec.speculate.heads.model import HeadInput, HeadModel
+from mlxspec.types import Check, Tap
 
 
 @dataclass(slots=True)
@@ -87,12 +95,12 @@ class HeadDrafter(Drafter):
         costs, made = self.costs, []
         for how in ("drawn", LIKELIEST) if seq.request.sampling.temperature > 0 else ("greedy",):
             keys = [(self.name, how, i + 1) for i in range(most)]
-            made.append(Proposal(self.name, (), costs.token, costs.fixed, keys))
+            made.append(Proposal(self.name, (), costs.token, fixed=costs.fixed, rate_keys=keys))
         return made
 
-    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
+    def draft(self, plan: Plan, previous: Step | None) -> None:
         self._place(plan)
-        drafting = deepest_first(plan, chosen)
+        drafting = deepest_first(self.chosen(plan))
         if not drafting:
             return
         self.runner.grow()
@@ -101,8 +109,16 @@ class HeadDrafter(Drafter):
             shift = previous.shift_of(drafting)
         rows = self._unread(drafting, previous)
         tokens = build_inputs(drafting, previous, shift)
-        chain = Chain(drafting, chosen, shift, tokens)
-        self._pass.draft(rows, chain)
+        chain = Chain(
+            drafting,
+            depths=[e.depth for e in drafting],
+            samplings=[sampling_of(e) for e in drafting],
+            shift=shift,
+            tokens=tokens,
+        )
+        self._pass.draw(rows, chain)
+        for e, drafted in zip(drafting, chain.drafts, strict=True):
+            e.draft = Draft(drafted, e.proposal.source, e.proposal.rate_keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         """Keep those of a step's hidden states that stand, and read what is due; other rows are
@@ -128,9 +144,16 @@ class HeadDrafter(Drafter):
             fills = live.read // size < end // size
             shared = ends or e.start < e.seq.prompt_len or fills
             if lag > 0 and (shared or e.count > 1 or lag >= MAX_LAG):
-                owner = Seq(e.seq.request, tokens=e.seq.tokens, table=live.table)
+                run = Span(
+                    e.kept,
+                    [live.table],
+                    e.tokens,
+                    start=live.read,
+                    count=lag,
+                    samples=False,
+                )
                 rows = joined(live.hidden)
-                due.append((Entry(owner, live.read, lag, False), rows[:lag]))
+                due.append((run, rows[:lag]))
                 live.read = end
                 # A slice would pin the step.
                 live.hidden = [rows[lag:] + 0] if offset else []
@@ -159,9 +182,9 @@ class HeadDrafter(Drafter):
         """The hidden state before a sequence's first row, which a recurrent state brings."""
         if not (self.head.slot_offset and e.start and self.runner.states.layers):
             return []
-        return [self.head.prepare(e.seq.state[-1].reshape(1, -1))]
+        return [self.head.prepare(e.kept.recurrent[-1].reshape(1, -1))]
 
-    def _unread(self, drafting: Plan, previous: Step | None) -> Rows:
+    def _unread(self, drafting: Plan, previous: Step | None) -> HeadInput:
         """The rows of these sequences that were not read, up to their newest tokens, which are read
         now; also those of the step in flight."""
         flying: dict[Seq, mx.array] = {}
@@ -174,8 +197,15 @@ class HeadDrafter(Drafter):
         for e in drafting:
             live = self._live[e.seq]
             end = e.start + e.count - 1 + offset
-            pending = e.pending and offset > 0
-            run = Entry(e.seq, live.read, end - live.read, True, pending=pending)
+            run = Span(
+                e.kept,
+                e.tables,
+                e.tokens,
+                start=live.read,
+                count=end - live.read,
+                samples=True,
+                pending=e.pending and offset > 0,
+            )
             states = live.hidden
             if e.seq in flying:
                 live.step = previous
@@ -184,7 +214,7 @@ class HeadDrafter(Drafter):
                 live.read = end
                 live.hidden = []
             if e.inflight_drafts and previous and previous.sampled:
-                first = previous.first_row[e.seq] + offset
+                first = previous.first_row[e.kept] + offset
                 run.draft = Draft(previous.sampled.tokens[first : first + e.inflight_drafts])
             if states:
                 runs.append((run, joined(states)))
@@ -216,23 +246,28 @@ class HeadDrafter(Drafter):
     def _seconds(self, table: list[int], depth: int) -> float:
         """Seconds that a draft of so many tokens takes behind one row."""
         context = min(64, len(table) * self.runner.view.block_size - depth - 1)
-        seq = unused_seq(self.runner, table, context)
+        newest = unused_span(self.runner, table, context)
         dtype = self.head.embed(mx.array([0])).dtype
         hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
-        read = context - 1 + self.head.slot_offset
-        self._live[seq] = ReadState(read, [hidden], table)
-        entry = Entry(seq, context, 1, True, depth=depth)
+        run = replace(newest, start=context - 1 + self.head.slot_offset)
         began = time.perf_counter()
-        self.draft([entry], None, {seq: Proposal(self.name)})
-        mx.eval(entry.draft.tokens)
-        self.end(seq)
+        self.runner.grow()
+        chain = Chain(
+            [newest],
+            depths=[depth],
+            samplings=[newest.kept.sampling],
+            shift=None,
+            tokens=build_inputs([newest], None, None),
+        )
+        self._pass.draw(_rows_of([(run, hidden)], None), chain)
+        mx.eval(chain.drafts)
         return time.perf_counter() - began
 
 
-def _rows_of(runs: Sequence[tuple[Entry, mx.array]], previous: Step | None) -> Rows:
+def _rows_of(runs: Sequence[tuple[Span, mx.array]], previous: Step | None) -> HeadInput:
     """Rows with their hidden states, and the tokens there; those in flight are taken lazily."""
-    entries = [e for e, _ in runs]
-    return Rows(entries, build_inputs(entries, previous, None), joined([rows for _, rows in runs]))
+    spans = [span for span, _ in runs]
+    return HeadInput(spans, build_inputs(spans, previous, None), joined([rows for _, rows in runs]))
 
 
 def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:

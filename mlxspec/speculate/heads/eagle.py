@@ -54,7 +54,7 @@ class Eagle3(nn.Module):
         size, eps = config["hidden_size"], config["rms_norm_eps"]
         layers: list[Any] = [decoder_layer(config) for _ in range(config["num_hidden_layers"])]
         residual = bool(config.get("norm_before_residual"))
-        self.layers = [FirstLayer(layers[0], size, eps, residual), *layers[1:]]
+        self.layers = [FirstLayer(layers[0], size, eps, norm_before_residual=residual), *layers[1:]]
         self.fc = nn.Linear(taps * width, size, bias=False)
         if config.get("norm_before_fc"):
             self.input_norm = nn.RMSNorm(taps * width, eps)
@@ -101,7 +101,9 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
         module.mask_hidden = tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     own = config.get("embed_requires_grad", parallel) or size != width
     ignored = () if own else ("embed_tokens.",)
-    embed, lm_head, vocabulary = load_module(files, module, tensors, size, target, ignored)
+    embed, lm_head, vocabulary = load_module(
+        files, module, tensors, size=size, target=target, ignored=ignored
+    )
     if parallel:
         module.mask = mask_of(files, config, embed)
 
@@ -112,8 +114,8 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
         "peagle" if parallel else "eagle3",
         ParallelPass if parallel else ChainedPass,
         module,
-        embed,
-        logits,
+        embed=embed,
+        lm_head=logits,
         width=len(taps) * width,
         taps=taps,
         prepare=module.prepare,

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
+from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
 from mlxspec.speculate.heads.tensors import load_tensors, sizes_of
 
 
@@ -40,11 +40,11 @@ class Medusa(nn.Module):
 class MedusaPass(Pass):
     """`head.module` is a Medusa."""
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
         hidden = rows.newest_hidden(chain.shift)
         heads = iter(self.head.module.heads)
-        while chain.entries:
-            x = hidden[: len(chain.entries)]
+        while chain.spans:
+            x = hidden[: len(chain.spans)]
             for layer in next(heads):
                 x = layer(x)
             self.submit(x)
@@ -57,7 +57,7 @@ def load_medusa(files: HeadFiles, target: nn.Module) -> HeadModel:
     places = [name.split(".") for name in files.tensors]
     heads = 1 + max(int(place[0]) for place in places)
     blocks = max(int(place[1]) for place in places)
-    module = Medusa(heads, blocks, size, vocab)
+    module = Medusa(heads, blocks, size, vocab=vocab)
     load_tensors(files, module, {f"heads.{name}": x for name, x in files.tensors.items()})
     return HeadModel(
         "medusa",

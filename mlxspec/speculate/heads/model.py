@@ -16,29 +16,30 @@ from mlxspec.model.batch import Shift, sampled_rows
 from mlxspec.model.layout import CacheBytes
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
+from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
-from mlxspec.types import FINAL_NORM, Entry, Seq, Tap
+from mlxspec.types import FINAL_NORM, Tap
 
 
 @dataclass(slots=True)
-class Rows:
-    """Runs of rows that a head reads, one for each entry: tokens int32 [T] and what `prepare` made
+class HeadInput:
+    """Runs of rows that a head reads, `spans`: tokens int32 [T] and what `prepare` made
     of the target's hidden states [T, D], those `slot_offset` positions before. Where drafts are in
     flight, a run has the rows of all samples, of which one is of the newest token."""
 
-    entries: Sequence[Entry]
+    spans: Spans
     tokens: Array
     hidden: Array
 
     def newest(self, shift: Shift) -> Array:
-        """int32 [entries]: the newest tokens' rows among the sampled ones."""
-        sampled = [e.sampled for e in self.entries]
+        """int32 [spans]: the newest tokens' rows among the sampled ones."""
+        sampled = [e.sampled for e in self.spans]
         first = mx.array([0, *accumulate(sampled[:-1])])
         return first if shift is None else first + shift
 
     def newest_hidden(self, shift: Shift) -> Array:
-        """[entries, D]: the hidden states of the newest tokens' rows."""
-        return self.hidden[sampled_rows(self.entries)[self.newest(shift)]]
+        """[spans, D]: the hidden states of the newest tokens' rows."""
+        return self.hidden[sampled_rows(self.spans)[self.newest(shift)]]
 
 
 class Pass:
@@ -53,7 +54,9 @@ class Pass:
         blocks: dict[int | None, int] = {None: target.num_blocks[None]}
         self.head = head
         first = head.slot_offset
-        self.view = View(target.block_size, blocks, target.allocated, target.dense, first=first)
+        self.view = View(
+            target.block_size, blocks, target.allocated, dense=target.dense, first=first
+        )
         self.pages = [Pages(self.view, None) for _ in range(head.kv_layers)]
         attention.install(head.module)
 
@@ -65,10 +68,10 @@ class Pass:
         """Whether it can draft behind this sequence's newest token."""
         return True
 
-    def read(self, rows: Rows) -> None:
+    def read(self, rows: HeadInput) -> None:
         """Write K and V of rows that stand."""
 
-    def draft(self, rows: Rows, chain: Chain) -> None:
+    def draw(self, rows: HeadInput, chain: Chain) -> None:
         """Read the rows that were not read yet, up to the newest token's of each sequence of the
         chain, and draw all its tokens."""
         raise NotImplementedError

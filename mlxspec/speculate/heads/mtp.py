@@ -56,7 +56,9 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     tensors = _final_norms(_stacked_experts(files.tensors, args))
     count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
-    return build(files, tensors, [make(args, place) for _ in range(count or 1)], args, target)
+    return build(
+        files, tensors, [make(args, place) for _ in range(count or 1)], args=args, target=target
+    )
 
 
 def build(
@@ -69,13 +71,13 @@ def build(
     """The head of these decoder layers with `tensors` as its weights, which may be an embedding and
     lm_head of its own. Raises UnsupportedModel."""
     module = MTP(layers, args.hidden_size, args.rms_norm_eps)
-    embed, lm_head, _ = load_module(files, module, tensors, args.hidden_size, target)
+    embed, lm_head, _ = load_module(files, module, tensors, size=args.hidden_size, target=target)
     return HeadModel(
         "mtp",
         ChainedPass,
         module,
-        embed,
-        lm_head,
+        embed=embed,
+        lm_head=lm_head,
         width=args.hidden_size,
         kv_layers=len(layers),
         tries_taps=True,

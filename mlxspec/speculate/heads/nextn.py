@@ -39,7 +39,7 @@ def load_nextn(files: HeadFiles, target: Module) -> HeadModel:
             f"the head in {files.path} cannot be used: such layers keep more than keys and values",
         )
     layer = make(owner.args, len(layers))
-    return build(files, _sanitized(files.tensors, owner), [layer], owner.args, target)
+    return build(files, _sanitized(files.tensors, owner), [layer], args=owner.args, target=target)
 
 
 def _sanitized(tensors: dict[str, mx.array], owner: Any) -> dict[str, mx.array]:

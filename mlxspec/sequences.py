@@ -1,0 +1,180 @@
+"""A sequence while it runs, and its share of a step. `Seq` and `Entry` are the scheduler's; what a
+forward needs of them is a `SeqState` and a `Span`, which heads, drafts and measurements make too.
+
+Rule: the engine thread's alone. Imports types only.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxspec.types import MAX_DEPTH, Finish, Logprob, Pooling, Request, Sampling
+
+
+@dataclass(slots=True)
+class Draft:
+    """Proposed tokens for one entry: ints, or a lazy int32 [k] array from a drafter that does not
+    sync. `source` names the drafter in the metrics; `rate_keys` say what each token's acceptance
+    rate depends on."""
+
+    tokens: Any = ()
+    source: str = ""
+    rate_keys: Sequence[Any] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SeqState:
+    """What a model knows and keeps of one sequence from step to step: how its tokens are drawn, its
+    choice's `index` in the key of their noise, and what its rows left behind."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    index: int = 0
+    prompt_len: int = 0
+    pooling: Pooling = ""
+    recurrent: Any = None  # of recurrent layers, after its rows; the solo layout's own caches
+    batch: Any = None  # the batch that `recurrent` is a slice of
+    counts: Any = None  # token counts for penalties: the sampler's
+    embedding: Any = None  # float32 [D] of the rows so far: the sum, or the last
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """One sequence's rows in one forward: `start .. start + count` of `tokens`, then the draft's.
+
+    `tables` are its block ids by position // block_size, for full attention and for each window. If
+    it `samples`, each of its last `1 + len(draft)` rows is sampled. `pending`: its last known row
+    is a token the host has not read. While a draft of the sequence is in flight, `start` is a lower
+    bound, by up to `inflight_drafts`.
+    """
+
+    kept: SeqState
+    tables: Sequence[list[int]]
+    tokens: list[int]
+    start: int
+    count: int
+    samples: bool
+    pending: bool = False
+    inflight_drafts: int = 0
+    draft: Draft = field(default_factory=Draft)
+    masks: Sequence[bytes] = ()  # of the sampled rows, under a grammar; see GrammarMatcher.masks
+    recurrent: Any = None  # the sequence's recurrent state after these rows, once submitted
+
+    @property
+    def rows(self) -> int:
+        return self.count + len(self.draft)
+
+    @property
+    def end(self) -> int:
+        """Positions that are computed after it, its draft included."""
+        return self.start + self.rows
+
+    @property
+    def sampled(self) -> int:
+        """Rows that are sampled."""
+        return 1 + len(self.draft) if self.samples else 0
+
+
+Spans = Sequence[Span]  # of a forward
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One choice of a request while it runs.
+
+    `computed <= len(tokens) + pending`. `tokens` are prompt and output as far as the host has read
+    them; `pending` counts sampled tokens in flight, as if every draft in flight were rejected.
+    `computed` counts positions whose KV is written, submitted or taken from the prefix cache.
+    """
+
+    request: Request
+    index: int = 0
+    order: int = 0  # arrival; preemption takes the youngest
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    pending: int = 0
+    inflight_drafts: int = 0  # drafted tokens in flight: `pending` may turn out larger by so many
+    table: list[int] = field(default_factory=list)  # block ids by position // block_size
+    windows: list[list[int]] = field(default_factory=list)  # tables of sliding-window layers
+    branch_points: list[int] = field(default_factory=list)  # blocks where prompts may part
+    block_hashes: list[bytes] = field(default_factory=list)  # the hash chain of its full blocks
+    shared: int = 0  # of these, those that were cached when it was last admitted
+    deferred: int = 0  # plans in which shorter prefills went first
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reported_cached: int = 0  # tokens from the prefix cache at the first admission, for usage
+    finish: Finish | None = None
+    flight: "deque[Entry]" = field(default_factory=deque)  # submitted, not committed
+    admitted: bool = False
+    matcher: Any = None  # of the request's grammar or thinking budget, advanced over its tokens
+    kept: SeqState = field(init=False)
+
+    def __post_init__(self) -> None:
+        asked = self.request
+        self.kept = SeqState(asked.sampling, self.index, self.prompt_len, pooling=asked.pooling)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def tables(self) -> list[list[int]]:
+        return [self.table, *self.windows]
+
+    @property
+    def known(self) -> int:
+        """Tokens that exist, read or not."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Rows left to compute."""
+        return self.known - self.computed
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled, if everything in flight is accepted."""
+        return self.prompt_len + self.request.max_tokens - self.known - self.inflight_drafts
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some token that the next step samples may not be any token."""
+        ahead = self.pending + self.inflight_drafts + MAX_DEPTH
+        return bool(self.matcher and self.matcher.restricts(ahead))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry(Span):
+    """One sequence's share of one step, as it is planned. It samples iff it reaches the end of what
+    is known."""
+
+    seq: Seq
+    depth: int = 0  # tokens that may be drafted
+    proposal: Any = None  # the Proposal of which they are drafted
+
+
+Plan = Sequence[Entry]  # the entries of a step
+
+
+@dataclass(slots=True)
+class Accepted:
+    """What a step brought for one entry, cut at a stop: accepted drafts, then one sampled token.
+    Empty where the entry did not sample. With finish "error" its numbers are not finite: there is
+    no sampled token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def drafts(self) -> int:
+        """Accepted draft tokens."""
+        return max(0, len(self.tokens) - (self.finish != "error"))

@@ -304,6 +304,11 @@ class Seq:
     def prompt_len(self) -> int:
         return len(self.request.prompt)
 
+    def whole_rows(self, chunk: int) -> int:
+        """Tokens of the prompt that are computed in whole chunks of so many rows: all but the last,
+        which a cached prefix leaves to compute, and the one before, which a head may read again."""
+        return max(0, self.prompt_len - 2) // chunk * chunk
+
     @property
     def tables(self) -> list[list[int]]:
         return [self.table, *self.windows]

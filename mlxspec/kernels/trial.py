@@ -64,7 +64,8 @@ class Case:
 class Verdict:
     """The result of a case: variant `way` runs for `least` to `most` rows ("": MLX's own op runs).
 
-    `gains`: speedup over MLX's own op by rows. `why`: why variants were rejected.
+    `gains`: speedup over MLX's own op by rows. `why`: why variants were rejected. `right`: those
+    that give the right values, whatever their speed.
     """
 
     way: str = ""
@@ -72,6 +73,7 @@ class Verdict:
     most: int = 0
     gains: dict[int, float] = field(default_factory=dict)
     why: str = ""
+    right: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,12 @@ def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> V
     raises is passed on."""
     best = Verdict()
     rejected = []
+    right: list[str] = []
     for variant, call in case.variants.items():
         try:
             timer = Timer(until, check)
             compare(case, call, timer)
+            right.append(variant)
             gains = race(case, call, timer)
         except Interrupted:
             raise
@@ -122,6 +126,7 @@ def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> V
         elif not best.way or sum(gains.values()) > sum(best.gains.values()):
             best = Verdict(variant, least, most, gains)
     best.why = "; ".join(rejected)
+    best.right = tuple(right)
     return best
 
 

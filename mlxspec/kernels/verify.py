@@ -51,6 +51,11 @@ class KernelRegistry:
         verdict = self.verdicts.get(name)
         return verdict.way if verdict and verdict.least <= rows <= verdict.most else ""
 
+    def right(self, name: str) -> bool:
+        """Whether a variant gives the right values at all row counts, whatever its speed."""
+        verdict = self.verdicts.get(name)
+        return bool(verdict and verdict.right)
+
     def abandon_trial(self) -> None:
         """The process exits on purpose: the running trial is no crash, unless it hangs."""
         if self.forget and perf_counter() < self.deadline:

@@ -17,7 +17,7 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from mlxspec.model import attention, recurrent
+from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.batch import (
     NaNs,
     Shift,
@@ -32,6 +32,7 @@ from mlxspec.model.batch import (
     starts_of,
     unsampled,
 )
+from mlxspec.model.invariant import Invariance
 from mlxspec.model.pages import Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
@@ -75,9 +76,11 @@ class Runner:
         lone: bool = False,
         rollback: bool = True,
         kv_bits: int = 0,
+        invariance: Invariance | None = None,
     ) -> None:
         """`lone`: one sequence per forward. `rollback`: recurrent layers can drop rejected drafts.
-        `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed."""
+        `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed. `invariance`: how a row's bits
+        are kept from depending on the other rows; None: they are not."""
         self.model = model
         self.layout = layout
         self.lone = lone or layout == "solo"
@@ -102,6 +105,13 @@ class Runner:
         # saved together.
         self.adopted: Sequence[Pages] = ()
         self.complete = True  # no head has failed, whose K and V blocks would lack
+        self.keep_invariant(invariance)
+
+    def keep_invariant(self, invariance: Invariance | None) -> None:
+        """Compute rows in this way from now on. What is cached was computed in another."""
+        self.invariance = invariance or Invariance()
+        self.view.invariant = invariance is not None
+        invariant.install(self.model, self.view, invariance)
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Without a trunk there are none,
@@ -301,19 +311,26 @@ class Runner:
 
     def _form(self, e: Entry) -> tuple[Any, ...]:
         """What entries must have in common to share a forward; those that decode come first."""
+        if self._is_whole(e):
+            return True, id(e)
         if self.layout == "rows":
-            return ()
+            return (False,)
         rows, context = bucket(e, self.view.block_size)
         if e.count == 1:
             rows, context = 0, context if self._split else 0
         fresh = bool(self.states.layers) and e.seq.state is None
-        return fresh, rows, context
+        return False, fresh, rows, context
+
+    def _is_whole(self, e: Entry) -> bool:
+        """Whether an entry is a whole chunk of a prompt, which is a forward of its own."""
+        chunk = self.invariance.chunk
+        return 0 < chunk == e.count and e.end <= e.seq.whole_rows(chunk)
 
     def _order(self, e: Entry) -> tuple[Any, ...]:
         """Entries of one forward are neighbours, and in it those of one attention group."""
         group = bucket(e, self.view.block_size)
         if self.layout == "rows":
-            return group
+            return self._is_whole(e), group
         return self._form(e), group[1]
 
     def _forward(
@@ -330,6 +347,7 @@ class Runner:
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
         for batch, places, rows in runs_of(plan, alike):
+            self.view.whole = self._is_whole(batch[0])
             part = None if shift is None else shift[places]
             logits.append(self._forward_batch(batch, ids[rows], part, nans))
             for tap, parts in taps.items():
@@ -370,7 +388,7 @@ class Runner:
         for tap, hidden in view.tapped.items():
             rows = hidden.flatten(0, 1)
             view.tapped[tap] = rows[own_rows(batch, length)] if padded else rows
-        if self.layout != "rows":
+        if self.layout != "rows" or self.invariance.chunk:
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. Naming them holds them until all is done, so only where the logits do not need
             # them all.

@@ -1,0 +1,160 @@
+"""Batch invariance of a loaded model: which calls its products are made in, found by trying, and
+which part of a prompt is computed in whole chunks.
+
+Rule: of a prompt, whole chunks at fixed positions are forwards of their own, of one shape each; all
+other rows share forwards, in which the layers make the calls that were found.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.core import array as Array
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from mlxspec.kernels import cpu
+from mlxspec.kernels.invariant import Calls
+
+DENSE = (nn.Linear, nn.Embedding)
+TIED = (nn.Embedding, nn.QuantizedEmbedding)
+KINDS = (nn.Linear, nn.QuantizedLinear, *TIED, SwitchGLU, SwitchMLP)
+CHUNK = 64  # rows of a chunk, or a block if that is longer: near a product's best rate on a GPU
+ROWS = 17  # of a step, in which a row's bits are compared with those of the row alone
+MORE_ROWS = (24, 33, 64)  # where they hold too, any number does
+LEAST = (1, 2)  # rows of a call
+
+Recorded = dict[str, tuple[Any, list[Array]]]  # by key: a layer, and arrays that it was called with
+
+
+@dataclass(frozen=True, slots=True)
+class Invariance:
+    """How a model's rows are computed. `calls` by the layers' `key_of`; others are called as they
+    are. `chunk`: rows of a chunk of a prompt, a multiple of the block size; 0: no chunks. `failed`:
+    the layers for which no calls were found."""
+
+    calls: Mapping[str, Calls] = field(default_factory=dict)
+    chunk: int = 0
+    failed: tuple[str, ...] = ()
+
+
+class InCalls:
+    """Mixed into the class of a layer: makes its calls, but in a forward of a whole chunk."""
+
+    _calls: Calls | None = None
+    _view: Any = None
+
+    def __call__(self, *arrays: Array) -> Any:
+        if isinstance(self, TIED):
+            return super().__call__(*arrays)  # type: ignore[misc]
+        return self._multiply(super().__call__, *arrays)  # type: ignore[misc]
+
+    def as_linear(self, x: Array) -> Any:
+        return self._multiply(super().as_linear, x)  # type: ignore[misc]
+
+    def _multiply(self, op: Callable[..., Array], *arrays: Array) -> Array:
+        view = self._view
+        if view.recorded is not None:
+            view.recorded.setdefault(key_of(self), (self, list(arrays)))
+        if self._calls is None or view.whole or not arrays[0].size:
+            return op(*arrays)
+        if self._calls.transposed:
+            op = partial(_transposed, self)
+        return self._calls.apply(op, *arrays)
+
+
+def _transposed(layer: Any, x: Array) -> Array:
+    """x [..., K] times a dense layer's weights."""
+    y = (layer.weight @ x.reshape(-1, x.shape[-1]).T).T
+    y = y.reshape(*x.shape[:-1], -1)
+    return y + layer.bias if "bias" in layer else y
+
+
+def layers_of(model: nn.Module) -> Iterator[Any]:
+    """The layers of a model that multiply rows by weights."""
+    return (layer for layer in model.modules() if isinstance(layer, KINDS))
+
+
+def key_of(layer: Any) -> str:
+    """What the kernels that MLX chooses depend on: the kind of layer, its shapes and its numbers."""
+    kind = next(kind for kind in KINDS if isinstance(layer, kind))
+    shapes = []
+    for part in (layer, *layer.children().values()):
+        if isinstance(part, nn.Module) and "weight" in part:
+            shape = "x".join(map(str, part.weight.shape))
+            numbers = part.weight.dtype
+            if "scales" in part:
+                shape += f" {part.bits} bits {part.mode} {part.group_size}"
+                numbers = part.scales.dtype
+            shapes.append(f"{shape} {numbers}")
+    return f"{kind.__name__} {', '.join(dict.fromkeys(shapes))}"
+
+
+def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
+    """Let the model's layers make these calls from now on; None: no others than their own."""
+    for layer in layers_of(model):
+        if invariance and not isinstance(layer, InCalls):
+            kind = type(layer)
+            layer.__class__ = type(kind.__name__, (InCalls, kind), {"__module__": kind.__module__})
+        if isinstance(layer, InCalls):
+            layer._view = view
+            layer._calls = invariance.calls.get(key_of(layer)) if invariance else None
+
+
+def find_invariance(recorded: Recorded, block_size: int) -> Invariance:
+    """The calls of these layers in which a row's bits depend on no other row."""
+    calls = {}
+    failed = []
+    for key, (layer, arrays) in recorded.items():
+        found = find_calls(layer, [x.reshape(-1, x.shape[-1]) for x in arrays])
+        if found is None:
+            failed.append(key)
+        elif found != Calls():
+            calls[key] = found
+    chunk = 0
+    if any(not each.transposed for each in calls.values()):
+        chunk = max(1, CHUNK // block_size) * block_size
+    return Invariance(calls, chunk, tuple(failed))
+
+
+def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
+    """The calls of most rows that keep a row's bits; of a few rows `arrays` [n, K]. None: there are
+    none."""
+    best: Calls | None = None
+    # Called as without calls: the mixin's base class.
+    plain = super(InCalls, layer).as_linear if isinstance(layer, TIED) else layer_call(layer)
+    ops = {False: plain}
+    if isinstance(layer, DENSE) and cpu.in_use() and arrays[0].dtype == mx.float32:
+        ops[True] = partial(_transposed, layer)
+    for transposed, op in ops.items():
+        for least in LEAST:
+            most = _most(op, least, arrays)
+            if most == 0:
+                return Calls(least, 0, transposed)
+            if most >= least and (best is None or most > best.most):
+                best = Calls(least, most, transposed)
+    return best
+
+
+def layer_call(layer: Any) -> Callable[..., Array]:
+    """A layer's own call, beneath the mixin."""
+    call: Callable[..., Array] = super(InCalls, layer).__call__  # type: ignore[misc]
+    return call
+
+
+def _most(op: Callable[..., Array], least: int, arrays: list[Array]) -> int:
+    """Up to how many rows a call keeps the bits of each row, wherever it is among them; 0: any
+    number, -1: none."""
+    alone = Calls(least, least)
+    rows = [x[:ROWS] for x in arrays]
+    one = mx.concatenate([alone.apply(op, *(x[i : i + 1] for x in rows)) for i in range(ROWS)])
+    most = -1
+    for count in (*range(least, ROWS + 1), *MORE_ROWS):
+        for order in (1, -1):
+            at = mx.arange(count)[::order] % ROWS
+            if not mx.array_equal(op(*(x[at] for x in rows)), one[at]):
+                return min(most, ROWS)
+        most = count
+    return 0

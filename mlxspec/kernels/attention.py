@@ -235,10 +235,15 @@ def paged_attention(a: Attention, unproven: bool = False, shape: Shape | None = 
     return mx.concatenate(out)
 
 
-def invariant_attention(a: Attention, shape: Shape | None) -> Array:
+def right(shape: Shape) -> bool:
+    """Whether the kernel gives the right values for any number of rows, however fast it is."""
+    return all(KERNELS.right(case.name) for case in paged_attention_cases(shape))
+
+
+def invariant_attention(a: Attention, shape: Shape | None, by_kernel: bool) -> Array:
     """As reference.paged_attention, and no row's bits depend on other rows: by the kernel for all
-    rows where it is right, however fast it is, else by products of one shape."""
-    if not shape or not all(KERNELS.right(case.name) for case in paged_attention_cases(shape)):
+    rows, or by products of one shape."""
+    if not shape or not by_kernel:
         return invariant.attention(a)
     groups = [part for group in a.groups for part in group.split(ROWS)]
     return paged_attention(replace(a, groups=groups), unproven=True, shape=shape)

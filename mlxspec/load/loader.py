@@ -5,6 +5,7 @@ Rule: what is derived here is reported once, in ModelInfo, and never decided aga
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,16 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, recall
 from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
+from mlxspec.load.exact import Exactness, examine
 from mlxspec.load.measuring import Measuring
 from mlxspec.load.plan import MemoryPlan, make_plan
-from mlxspec.load.warmup import PromptStore, WarmupCache, cache_file, versions
+from mlxspec.load.warmup import (
+    PromptStore,
+    WarmupCache,
+    cache_file,
+    kernels_in_use,
+    versions,
+)
 from mlxspec.model import meter
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import (
@@ -39,6 +47,7 @@ from mlxspec.model.layout import (
 from mlxspec.model.mirror import runner_type
 from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.model.runner import Runner
+from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
@@ -73,10 +82,15 @@ def load_engine(
     cache = _find_layout(model, path, config, group)
     drafting.fit_to(cache.layout)
     cases = _recall_kernels(model, cache.layout, drafting, config, group)
+    exact = _find_exactness(model, cache, config, group)
     plan = plan_for(cache.layout.cache_bytes)  # with what the layouts really keep
-    prompts = PromptStore(path, name, config, _agree_on_pools(plan, cache.layout, config, group))
+    facts = _agree_on_pools(plan, cache.layout, config, group)
+    if exact and exact.used(config.exact):
+        facts |= {"exact": str(exact.invariance)}
+    prompts = PromptStore(path, name, config, facts)
     runner = runner_type(group, name)
     engine, info = _build(model, name, cache.layout, plan, context, config, runner)
+    info = _keep_exact(engine, info, exact, config)
     known = Measuring(engine, cache, cases, verdict_file(config), drafting, prompts)
     _start(known, config, group)
     cache.save()
@@ -125,6 +139,41 @@ def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup)
         known = WarmupCache(layout=layout)
     known.file = file
     return known
+
+
+def _find_exactness(
+    model: Module,
+    cache: WarmupCache,
+    config: Config,
+    group: ProcessGroup,
+) -> Exactness | None:
+    """What an earlier start found with the kernels in use, or is found now; None where it is not
+    wanted."""
+    if group.group or config.exact == "off":
+        return None
+    if cache.exact is None or cache.exact_kernels != kernels_in_use():
+        with progress("Checking which rows keep their bits"):
+            cache.exact = examine(model, cache.layout, config.block_size)
+        cache.exact_kernels = kernels_in_use()
+    return cache.exact
+
+
+def _keep_exact(
+    engine: Engine,
+    info: ModelInfo,
+    exact: Exactness | None,
+    config: Config,
+) -> ModelInfo:
+    """Let an engine keep its rows' bits, if that is wanted; what is told of it."""
+    if not exact:
+        return info
+    text = exact.told(config.exact)
+    log.info("%s: %s", info.name, text)
+    if not exact.used(config.exact):
+        return replace(info, exact=text)
+    engine.runner.keep_invariant(exact.invariance)
+    engine.scheduler.kv.chunk = exact.invariance.chunk
+    return replace(info, exact=text, exact_rows=exact.rows)
 
 
 def _recall_kernels(

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from mlxspec import log
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.kernels.trial import Case
-from mlxspec.kernels.verify import VerdictFile, untried, verify
+from mlxspec.kernels.verify import KERNELS, VerdictFile, untried, verify
 from mlxspec.load.drafting import Drafting, facts_of
+from mlxspec.load.exact import TIMED, measure_cost
 from mlxspec.load.warmup import PromptStore, WarmupCache, kernels_in_use
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.progress import progress
@@ -87,7 +88,7 @@ class Measuring:
         if self.proposer and self._known and (not head or self.key in cache.drafts):
             self.proposer.start(cache.costs)
         waits = self.proposer and (not self.proposer.costs or self.tries_taps)
-        if waits or untried(self.cases):
+        if waits or untried(self.cases) or self._exact_waits:
             self.engine.idle_work = self.run
 
     def run(self, check: Check) -> None:
@@ -95,14 +96,36 @@ class Measuring:
         if self.proposer:
             self._measure_costs(self.proposer, check)
         if untried(self.cases):
+            used = dict(KERNELS.verdicts)
             with progress("Trying kernels") as report:
                 verify(self.cases, self.verdicts, report, check)
+            if self.engine.runner.invariance:  # others would compute other bits: from the next start
+                KERNELS.verdicts.update(used)
             self.cases = ()  # what there was no time for, the next start tries
         if self.proposer:  # again, if other kernels run now
             self._measure_costs(self.proposer, check)
         if self.proposer and self.head and self.tries_taps:
             self._try_taps(self.proposer, self.head, check)
+        if self._exact_waits:
+            self._measure_exact(check)
         self.cache.save()
+
+    @property
+    def _exact_waits(self) -> bool:
+        """Whether it is to be measured what exact logits cost."""
+        exact = self.cache.exact
+        return exact is not None and exact.rows > 0 and exact.cost is None
+
+    def _measure_exact(self, check: Check) -> None:
+        exact, pool = self.cache.exact, self.engine.scheduler.pool
+        assert exact is not None
+        room = TIMED[-1] + TIMED[1] + 1
+        if len(pool.free_blocks) * pool.block_size <= room:
+            return
+        with pool.lent(room) as table:
+            cost = measure_cost(self.engine.runner, exact.invariance, table, check)
+        self.cache.exact = replace(exact, cost=cost)
+        log.info("%s", self.cache.exact.told("on"))
 
     @property
     def _known(self) -> bool:

@@ -46,8 +46,8 @@ def attention(
         keys.clean,
     )
     keys.shape = shape_of(inputs)
-    if keys.view.invariant and not keys.view.whole:
-        out = invariant_attention(inputs, keys.shape)
+    if keys.view.invariant:
+        out = invariant_attention(inputs, keys.shape, keys.view.by_our_kernel)
     else:
         out = paged_attention(inputs, shape=keys.shape)
     if length == 1:

@@ -33,10 +33,12 @@ Recorded = dict[str, tuple[Any, list[Array]]]  # by key: a layer, and arrays tha
 class Invariance:
     """How a model's rows are computed. `calls` by the layers' `key_of`; others are called as they
     are. `chunk`: rows of a chunk of a prompt, a multiple of the block size; 0: no chunks. `failed`:
-    the layers for which no calls were found."""
+    the layers for which no calls were found. `by_kernel`: attention goes by our kernel, else by
+    products of one shape."""
 
     calls: Mapping[str, Calls] = field(default_factory=dict)
     chunk: int = 0
+    by_kernel: bool = False
     failed: tuple[str, ...] = ()
 
 
@@ -58,7 +60,7 @@ class InCalls:
         view = self._view
         if view.recorded is not None:
             view.recorded.setdefault(key_of(self), (self, list(arrays)))
-        if self._calls is None or view.whole or not arrays[0].size:
+        if self._calls is None or not view.invariant or not arrays[0].size:
             return op(*arrays)
         if self._calls.transposed:
             op = partial(_transposed, self)
@@ -116,7 +118,7 @@ def find_invariance(recorded: Recorded, block_size: int) -> Invariance:
     chunk = 0
     if any(not each.transposed for each in calls.values()):
         chunk = max(1, CHUNK // block_size) * block_size
-    return Invariance(calls, chunk, tuple(failed))
+    return Invariance(calls, chunk, failed=tuple(failed))
 
 
 def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:

@@ -31,7 +31,7 @@ class View:
     are handed back gathered, of one group at a time. `kv_bits`: 8 or 4 bits per value in the pools;
     0: as computed. `last_keys` are K as the last layer that has some computed them,
     [B, kv_heads, L, D]: NaN in a row if anything before was not finite there. `invariant`: a row's
-    bits must not depend on the other rows, unless the forward is one `whole` chunk of a prompt.
+    bits must not depend on the forward's other rows. `recorded`: see model/invariant.
     """
 
     block_size: int
@@ -48,8 +48,8 @@ class View:
     first: int = 0
     last_keys: Any = None
     invariant: bool = False
-    recorded: Any = None  # collects what layers are called with, see model/invariant
-    whole: bool = False
+    by_our_kernel: bool = False  # while invariant
+    recorded: Any = None
     by_kernel: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
 
     def slots_of(self, blocks: Sequence[int]) -> Array:

@@ -109,8 +109,8 @@ class Runner:
 
     def keep_invariant(self, invariance: Invariance | None) -> None:
         """Compute rows in this way from now on. What is cached was computed in another."""
-        self.invariance = invariance or Invariance()
-        self.view.invariant = invariance is not None
+        self.invariance = invariance
+        self.view.by_our_kernel = invariance is not None and invariance.by_kernel
         invariant.install(self.model, self.view, invariance)
 
     def tap(self, taps: Sequence[Tap]) -> None:
@@ -323,7 +323,7 @@ class Runner:
 
     def _is_whole(self, e: Entry) -> bool:
         """Whether an entry is a whole chunk of a prompt, which is a forward of its own."""
-        chunk = self.invariance.chunk
+        chunk = self.invariance.chunk if self.invariance else 0
         return 0 < chunk == e.count and e.end <= e.seq.whole_rows(chunk)
 
     def _order(self, e: Entry) -> tuple[Any, ...]:
@@ -347,11 +347,13 @@ class Runner:
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
         for batch, places, rows in runs_of(plan, alike):
-            self.view.whole = self._is_whole(batch[0])
+            whole = self._is_whole(batch[0])
+            self.view.invariant = self.invariance is not None and not whole
             part = None if shift is None else shift[places]
             logits.append(self._forward_batch(batch, ids[rows], part, nans))
             for tap, parts in taps.items():
                 parts.append(self.view.tapped.pop(tap))
+        self.view.invariant = False
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
     def _forward_batch(self, batch: Plan, ids: Array, shift: Shift, nans: list[NaNs]) -> Array:
@@ -388,7 +390,7 @@ class Runner:
         for tap, hidden in view.tapped.items():
             rows = hidden.flatten(0, 1)
             view.tapped[tap] = rows[own_rows(batch, length)] if padded else rows
-        if self.layout != "rows" or self.invariance.chunk:
+        if self.layout != "rows" or self.invariance:
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. Naming them holds them until all is done, so only where the logits do not need
             # them all.

@@ -1,0 +1,213 @@
+"""Whether a row's bits depend on other rows on this machine: found out at a model's first start.
+
+Rule: nothing is believed. The calls of layers are tried, and then one sequence's logits are
+compared, to the bit: a row at a time, and in steps of more rows, beside others, with its prompt cut
+elsewhere, and after a cached prefix.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from time import perf_counter
+
+import mlx.core as mx
+from mlx.core import array as Array
+from mlx.nn import Module
+
+from mlxspec.kernels.attention import right
+from mlxspec.model.invariant import ROWS, Invariance, Recorded, find_invariance
+from mlxspec.model.layout import LayoutChoice
+from mlxspec.model.runner import Runner
+from mlxspec.types import Check, Draft, Entry, Plan, Request, Seq, line_of
+
+STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
+TAIL = 9  # tokens of the prompt behind its whole chunks
+AUTO = 0.05  # of a step's time: what `exact = auto` pays
+TURNS = 5  # of a measurement; the best counts
+TIMED = (1, 5, 64)  # rows: plain decoding, with drafts, and of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """What was found: how to compute rows, and up to how many of a step a row's bits are its own;
+    `why` not for more. `cost`: by how much of its time a step is longer, of one row or with drafts,
+    and of a prompt; None: not measured yet."""
+
+    invariance: Invariance
+    rows: int = 0
+    why: str = ""
+    cost: tuple[float, float] | None = None
+
+    def used(self, wanted: str) -> bool:
+        """Whether it is used under the setting `exact`."""
+        pays = self.cost is not None and max(self.cost) <= AUTO
+        return self.rows > 0 and (wanted == "on" or (wanted == "auto" and pays))
+
+    def told(self, wanted: str) -> str:
+        """The verdict in a line."""
+        cost = ""
+        if self.cost:
+            cost = ", for {:.0%} of a step's time and {:.0%} of a prompt's".format(*self.cost)
+        found = f"exact up to {self.rows} rows{cost}"
+        if not self.rows:
+            return f"not exact: {self.why}"
+        if self.used(wanted):
+            return found
+        if self.cost is None and wanted == "auto":
+            return f"not exact yet: what it costs is measured when idle; then {found}"
+        return f"not exact: exact = {wanted}; on: {found}"
+
+
+def examine(model: Module, layout: LayoutChoice, block_size: int) -> Exactness:
+    """Find a model's Exactness, without its cost."""
+    if layout.layout in ("gather", "solo"):
+        why = f"in the {layout.layout} layout attention is mlx-lm's own"
+        return Exactness(Invariance(), why=why)
+    blocks = 2 + 4 * ceil((64 + block_size + TAIL + 3 * ROWS) / block_size)
+    try:
+        runner = layout.runner(model, block_size, blocks)
+        invariance = find_invariance(record(runner), block_size)
+        shapes = {pages.shape for pages in runner.pages()}
+        by_kernel = all(shape is not None and right(shape) for shape in shapes)
+        invariance = replace(invariance, by_kernel=by_kernel)
+        runner.keep_invariant(invariance)
+        return _proven(Proof(runner, invariance.chunk, layout))
+    except Exception as failed:  # the model's own code
+        return Exactness(Invariance(), why=line_of(failed))
+
+
+def record(runner: Runner) -> Recorded:
+    """What a step of many rows calls the layers with."""
+    runner.keep_invariant(Invariance())
+    runner.view.recorded = found = {}
+    proof = Proof(runner, 0)
+    try:
+        seq = proof.seq()
+        drafted = tuple(seq.tokens[TAIL : TAIL + 2 * ROWS])
+        if not runner.states.rollback_supported:
+            drafted = ()
+        entry = Entry(seq, 0, TAIL + 2 * ROWS - len(drafted), True, draft=Draft(drafted))
+        mx.eval(runner.forward([entry], None).logits)
+    finally:
+        runner.view.recorded = None
+    return found
+
+
+def _proven(proof: "Proof") -> Exactness:
+    invariance = proof.runner.invariance
+    assert invariance is not None
+    rows = 0
+    why = ""
+    for step in STEPS:
+        why = proof.differs(step)
+        if why:
+            break
+        rows = step
+    if why and invariance.failed:
+        why = f"{invariance.failed[0]} has no order of its own for a row"
+    return Exactness(invariance, rows, why)
+
+
+class Proof:
+    """One sequence in many steps, in blocks of its own."""
+
+    def __init__(self, runner: Runner, chunk: int, layout: LayoutChoice | None = None) -> None:
+        self.runner = runner
+        self.chunk = chunk
+        self.can_draft = layout is not None and layout.can_draft
+        self.used = 1
+        self.alone: list[Array] = []  # logits of the rows behind the prompt, one at a time
+        self.first: Seq | None = None
+
+    def seq(self, shift: int = 0) -> Seq:
+        """The sequence, not computed, or another."""
+        length = self.chunk + TAIL
+        tokens = [(7 * i + 3 + shift) % 97 for i in range(length + 2 * ROWS)]
+        blocks = ceil(len(tokens) / self.runner.view.block_size)
+        if self.used + blocks > self.runner.view.num_blocks[None]:
+            self.used = 1 + blocks  # behind the first one's
+        table = list(range(self.used, self.used + blocks))
+        self.used += blocks
+        return Seq(Request("exact", tuple(tokens[:length]), 1), tokens=tokens, table=table)
+
+    def step(self, plan: Plan) -> list[Array]:
+        """The logits of the step's sampled rows [rows, vocab], by entry."""
+        done = self.runner.forward(plan, None)
+        mx.eval(done.logits)
+        found = []
+        for e in plan:
+            e.seq.computed = e.end
+            first = done.first_row.get(e.seq, 0)
+            found.append(done.logits[first : first + e.sampled])
+        return found
+
+    def read(self, seq: Seq, upto: int, rows: int) -> None:
+        """Compute a sequence's tokens, so many at a time behind its whole chunks."""
+        while seq.computed < upto:
+            count = self.chunk if seq.computed < self.chunk else min(rows, upto - seq.computed)
+            self.step([Entry(seq, seq.computed, count, False)])
+
+    def differs(self, rows: int) -> str:
+        """What differs of a step of so many rows from the same rows alone; "": nothing."""
+        end = self.chunk + TAIL - 1
+        if not self.first:
+            self.first = self.seq()
+            self.read(self.first, end, 1)
+            for at in range(end, end + ROWS):
+                self.alone += self.step([Entry(self.first, at, 1, True)])
+        if rows > 1 and not self.can_draft:
+            return "drafts cannot be rolled back"
+        want = mx.concatenate(self.alone[:rows])
+        for cut, others in ((TAIL, 0), (3, 2)):
+            seq = self.seq()
+            self.read(seq, end, cut)
+            plan = [self._entry(seq, end, rows)]
+            for n in range(others):
+                other = self.seq(1 + n)
+                self.read(other, end - n, TAIL)
+                plan.append(Entry(other, other.computed, 1 + n, True))
+            if not mx.array_equal(self.step(plan)[0], want):
+                beside = " beside others" if others else ""
+                return f"logits differ in steps of {rows} rows{beside}"
+        if not self.runner.states.layers:
+            hit = Seq(self.first.request, tokens=self.first.tokens, table=self.first.table)
+            if not mx.array_equal(self.step([self._entry(hit, end, rows)])[0], want):
+                return f"logits differ after a cached prefix in steps of {rows} rows"
+        return ""
+
+    def _entry(self, seq: Seq, at: int, rows: int) -> Entry:
+        drafted = seq.tokens[at + 1 : at + rows]
+        return Entry(seq, at, 1, True, draft=Draft(drafted))
+
+
+def measure_cost(
+    runner: Runner,
+    invariance: Invariance,
+    table: list[int],
+    check: Check,
+) -> tuple[float, float]:
+    """By which part of its time a step is longer, of few rows at most and of a prompt. Calls
+    `check` before each step, and raises what it raises."""
+    usual = runner.invariance
+    best = {(rows, kept): float("inf") for rows in TIMED for kept in (False, True)}
+    try:
+        for _ in range(TURNS):
+            for rows, kept in best:
+                check()
+                runner.keep_invariant(invariance if kept else None)
+                took = _seconds(runner, table, rows)
+                best[rows, kept] = min(best[rows, kept], took)
+    finally:
+        runner.keep_invariant(usual)
+    few, drafts, prompt = (max(0.0, best[n, True] / best[n, False] - 1) for n in TIMED)
+    return max(few, drafts), prompt
+
+
+def _seconds(runner: Runner, table: list[int], rows: int) -> float:
+    from mlxspec.speculate.calibrate import time_step, unused_seq
+
+    if rows < TIMED[-1]:
+        return time_step(runner, table, rows, rows)
+    seq = unused_seq(runner, table, rows)
+    began = perf_counter()
+    mx.eval(runner.forward([Entry(seq, 0, rows, True)], None).logits)
+    return perf_counter() - began

@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 from mlxspec.kernels import cpu
 from mlxspec.kernels.invariant import Calls
 from mlxspec.load.exact import Exactness, examine, record
-from mlxspec.model import invariant
+from mlxspec.model import invariant, recurrent
 from mlxspec.model.invariant import Invariance, find_invariance
 from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.model.runner import Runner
@@ -65,7 +65,8 @@ def layout_of(kind: str) -> str:
 
 
 def found(m: nn.Module, layout: str) -> Invariance:
-    return find_invariance(record(Runner(m, layout, BLOCK, 32)), BLOCK)
+    recorded = record(Runner(m, layout, BLOCK, 32))
+    return find_invariance(recorded, BLOCK, recurrent.by_rows(m))
 
 
 def engine(m: nn.Module, layout: str, budget: int, how: Invariance | None):
@@ -142,6 +143,7 @@ GRID = in_turn(
 # MLX's experts on a CPU are fp32 or quantized.
 GRID = [row for row in GRID if not ({CPU, "bf16"} < set(row.values) and row.values[0] in MOE)]
 GRID += in_turn(["llama", "qwen3_moe", "gemma3_text"], [CPU], NUMBERS[:1], DRAFTERS[:3], [(7, 0.8)])
+GRID += in_turn(["mamba2", "qwen3_5", "lfm2"], [CPU], ["fp32"], DRAFTERS[:2], [(7, 0.8)])
 GRID += in_turn(["qwen3"], ["M2", "M5", CPU], NUMBERS[1:3], ["mtp"], [(7, 0.8)])
 
 

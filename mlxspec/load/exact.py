@@ -14,6 +14,7 @@ from mlx.core import array as Array
 from mlx.nn import Module
 
 from mlxspec.kernels.attention import right
+from mlxspec.model import recurrent
 from mlxspec.model.invariant import ROWS, Invariance, Recorded, find_invariance
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
@@ -65,7 +66,7 @@ def examine(model: Module, layout: LayoutChoice, block_size: int) -> Exactness:
     blocks = 2 + 4 * ceil((64 + block_size + TAIL + 3 * ROWS) / block_size)
     try:
         runner = layout.runner(model, block_size, blocks)
-        invariance = find_invariance(record(runner), block_size)
+        invariance = find_invariance(record(runner), block_size, recurrent.by_rows(model))
         shapes = {pages.shape for pages in runner.pages()}
         by_kernel = all(shape is not None and right(shape) for shape in shapes)
         invariance = replace(invariance, by_kernel=by_kernel)

@@ -105,8 +105,9 @@ def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
             layer._calls = invariance.calls.get(key_of(layer)) if invariance else None
 
 
-def find_invariance(recorded: Recorded, block_size: int) -> Invariance:
-    """The calls of these layers in which a row's bits depend on no other row."""
+def find_invariance(recorded: Recorded, block_size: int, chunks: bool = False) -> Invariance:
+    """The calls of these layers in which a row's bits depend on no other row. `chunks`: of a prompt
+    in any case, else where calls of few rows would make it slow."""
     calls = {}
     failed = []
     for key, (layer, arrays) in recorded.items():
@@ -116,7 +117,7 @@ def find_invariance(recorded: Recorded, block_size: int) -> Invariance:
         elif found != Calls():
             calls[key] = found
     chunk = 0
-    if any(not each.transposed for each in calls.values()):
+    if chunks or any(not each.transposed for each in calls.values()):
         chunk = max(1, CHUNK // block_size) * block_size
     return Invariance(calls, chunk, failed=tuple(failed))
 

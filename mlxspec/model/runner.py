@@ -349,11 +349,13 @@ class Runner:
         for batch, places, rows in runs_of(plan, alike):
             whole = self._is_whole(batch[0])
             self.view.invariant = self.invariance is not None and not whole
+            recurrent.one_by_one.set(self.view.invariant)
             part = None if shift is None else shift[places]
             logits.append(self._forward_batch(batch, ids[rows], part, nans))
             for tap, parts in taps.items():
                 parts.append(self.view.tapped.pop(tap))
         self.view.invariant = False
+        recurrent.one_by_one.set(False)
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
     def _forward_batch(self, batch: Plan, ids: Array, shift: Shift, nans: list[NaNs]) -> Array:

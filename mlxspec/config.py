@@ -194,8 +194,8 @@ class Config:
     speculate: bool = option(True, "Speculative decoding, where it pays.")
     exact: str = option(
         "auto",
-        "Compute a token's logits to the same bits whatever else a step has; auto: where it takes at"
-        " most 5 % more time, which a first start measures; on: whatever it takes.",
+        "Compute a token's logits to the same bits whatever else a step has; auto: where it takes"
+        " at most 5 % more time, which a first start measures; on: whatever it takes.",
         choices=("auto", "on", "off"),
     )
     kernels: bool = option(

@@ -23,7 +23,8 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import ModelManager, ModelSlot, Start
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.runner import Layout, Runner, pools_of
+from mlxspec.model.pages import pools_of
+from mlxspec.model.runner import Layout, Runner
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import MAX_DEPTH, ModelInfo, Output, Request, Sampling, Stats

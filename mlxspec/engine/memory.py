@@ -126,7 +126,7 @@ class MemoryMonitor:
         short = total() // FREE_PART
         found = max(system_level(), self.others())
         if free < short:
-            # A full and healthy Mac has few free pages, as it compresses: there macOS alone says so.
+            # A full and healthy Mac has few free pages, as it compresses: there macOS says so.
             very = free < short // 2 and not DARWIN
             found = max(found, CRITICAL if very else WARN)
         before = self.level

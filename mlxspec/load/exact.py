@@ -79,7 +79,8 @@ def examine(model: Module, layout: LayoutChoice, block_size: int) -> Exactness:
 def record(runner: Runner) -> Recorded:
     """What a step of many rows calls the layers with."""
     runner.keep_invariant(Invariance())
-    runner.view.recorded = found = {}
+    found: Recorded = {}
+    runner.view.recorded = found
     proof = Proof(runner, 0)
     try:
         seq = proof.seq()

@@ -99,7 +99,7 @@ class Measuring:
             used = dict(KERNELS.verdicts)
             with progress("Trying kernels") as report:
                 verify(self.cases, self.verdicts, report, check)
-            if self.engine.runner.invariance:  # others would compute other bits: from the next start
+            if self.engine.runner.invariance:  # others, with other bits, from the next start on
                 KERNELS.verdicts.update(used)
             self.cases = ()  # what there was no time for, the next start tries
         if self.proposer:  # again, if other kernels run now

@@ -29,8 +29,8 @@ from mlxspec.types import Tap
 
 class WarmupCache(BaseModel):
     """The measurements of one model; `costs` were measured with `kernels` in use, so was what
-    `drafts` cost, by the fingerprint of what drafts. `exact` was found with `exact_kernels`. `taps` are the hidden states that MTP heads
-    read, by their fingerprints."""
+    `drafts` cost, by the fingerprint of what drafts. `exact` was found with `exact_kernels`. `taps`
+    are the hidden states that MTP heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None

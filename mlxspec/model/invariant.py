@@ -8,7 +8,7 @@ other rows share forwards, in which the layers make the calls that were found.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,13 +51,18 @@ class InCalls:
     def __call__(self, *arrays: Array) -> Any:
         if isinstance(self, TIED):
             return super().__call__(*arrays)  # type: ignore[misc]
-        return self._multiply(super().__call__, *arrays)  # type: ignore[misc]
+        return self._multiply(*arrays)
 
     def as_linear(self, x: Array) -> Any:
-        return self._multiply(super().as_linear, x)  # type: ignore[misc]
+        return self._multiply(x)
 
-    def _multiply(self, op: Callable[..., Array], *arrays: Array) -> Array:
-        view = self._view
+    def own_product(self) -> Callable[..., Any]:
+        """The layer's own, in one call."""
+        found = super().as_linear if isinstance(self, TIED) else super().__call__  # type: ignore[misc]
+        return cast(Callable[..., Any], found)
+
+    def _multiply(self, *arrays: Array) -> Any:
+        view, op = self._view, self.own_product()
         if view.recorded is not None:
             view.recorded.setdefault(key_of(self), (self, list(arrays)))
         if self._calls is None or not view.invariant or not arrays[0].size:
@@ -67,11 +72,13 @@ class InCalls:
         return self._calls.apply(op, *arrays)
 
 
-def _transposed(layer: Any, x: Array) -> Array:
+def _transposed(layer: Any, x: Array) -> Any:
     """x [..., K] times a dense layer's weights."""
     y = (layer.weight @ x.reshape(-1, x.shape[-1]).T).T
     y = y.reshape(*x.shape[:-1], -1)
-    return y + layer.bias if "bias" in layer else y
+    if "bias" in layer:
+        y = y + layer.bias
+    return y
 
 
 def layers_of(model: nn.Module) -> Iterator[Any]:
@@ -80,7 +87,7 @@ def layers_of(model: nn.Module) -> Iterator[Any]:
 
 
 def key_of(layer: Any) -> str:
-    """What the kernels that MLX chooses depend on: the kind of layer, its shapes and its numbers."""
+    """What the kernels that MLX chooses depend on: a layer's kind, shapes and numbers."""
     kind = next(kind for kind in KINDS if isinstance(layer, kind))
     shapes = []
     for part in (layer, *layer.children().values()):
@@ -126,9 +133,7 @@ def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
     """The calls of most rows that keep a row's bits; of a few rows `arrays` [n, K]. None: there are
     none."""
     best: Calls | None = None
-    # Called as without calls: the mixin's base class.
-    plain = super(InCalls, layer).as_linear if isinstance(layer, TIED) else layer_call(layer)
-    ops = {False: plain}
+    ops = {False: layer.own_product()}
     if isinstance(layer, DENSE) and cpu.in_use() and arrays[0].dtype == mx.float32:
         ops[True] = partial(_transposed, layer)
     for transposed, op in ops.items():
@@ -139,12 +144,6 @@ def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
             if most >= least and (best is None or most > best.most):
                 best = Calls(least, most, transposed)
     return best
-
-
-def layer_call(layer: Any) -> Callable[..., Array]:
-    """A layer's own call, beneath the mixin."""
-    call: Callable[..., Array] = super(InCalls, layer).__call__  # type: ignore[misc]
-    return call
 
 
 def _most(op: Callable[..., Array], least: int, arrays: list[Array]) -> int:

@@ -135,8 +135,8 @@ def _row_by_row(update: Any, given: Json) -> tuple[Array, list[Array]]:
     """The output [B, L, ...] of a recurrence called with one row after the other, and the state
     after each."""
     rows = given["hidden_states"].shape[1]
-    outputs = []
-    states = [given.get("state")]
+    outputs: list[Array] = []
+    states: list[Any] = [given.get("state")]
     for t in range(rows):
         row = dict(given)
         for name in BY_ROW & given.keys():

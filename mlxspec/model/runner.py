@@ -7,14 +7,13 @@ of prompts of equal rows are others; `gather` likewise, with K/V handed back den
 mlx-lm's own caches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 from mlx.nn import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, invariant, recurrent
@@ -33,7 +32,7 @@ from mlxspec.model.batch import (
     unsampled,
 )
 from mlxspec.model.invariant import Invariance
-from mlxspec.model.pages import Pages, View, window_of
+from mlxspec.model.pages import Pages, View, arrays_in, flat_caches, pools_of, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk
@@ -43,22 +42,6 @@ FIRST_BLOCKS = 32  # of a pool that grows
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
 
 Layout = Literal["rows", "rect", "gather", "solo"]
-
-
-def flat_caches(caches: Iterable[Any]) -> list[Any]:
-    """The layers' caches, those inside a CacheList one by one."""
-    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
-
-
-def arrays_in(tree: Any) -> list[Array]:
-    """All arrays of a tree of lists and dicts."""
-    leaves: Any = tree_flatten(tree)
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
-
-
-def pools_of(layers: Iterable[Pages]) -> list[Array]:
-    """K and V of each layer in turn."""
-    return [pool for pages in layers for pool in pages.pools()]
 
 
 class Runner:
@@ -79,8 +62,8 @@ class Runner:
         invariance: Invariance | None = None,
     ) -> None:
         """`lone`: one sequence per forward. `rollback`: recurrent layers can drop rejected drafts.
-        `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed. `invariance`: how a row's bits
-        are kept from depending on the other rows; None: they are not."""
+        `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed. `invariance`: how a row's
+        bits are kept from depending on the other rows; None: they are not."""
         self.model = model
         self.layout = layout
         self.lone = lone or layout == "solo"

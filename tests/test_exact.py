@@ -191,7 +191,7 @@ def test_the_calls_are_found_by_trying(chip: str, numbers: str) -> None:
     with on(chip):
         how = found(model("llama", numbers), "rows")
     assert set(how.calls.values()) == {RULES[chip, numbers]}
-    assert how.chunk == CHUNK and not how.failed
+    assert how.chunk == (CHUNK if RULES[chip, numbers].most else 0) and not how.failed
 
 
 def verdict(chip: str, kind: str, numbers: str, layout: str = "rows") -> Exactness:

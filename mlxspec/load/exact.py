@@ -18,13 +18,14 @@ from mlxspec.model import recurrent
 from mlxspec.model.invariant import ROWS, Invariance, Recorded, find_invariance
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
+from mlxspec.speculate.calibrate import time_step, unused_seq
 from mlxspec.types import Check, Draft, Entry, Plan, Request, Seq, line_of
 
 STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
 TAIL = 9  # tokens of the prompt behind its whole chunks
 AUTO = 0.05  # of a step's time: what `exact = auto` pays
 TURNS = 5  # of a measurement; the best counts
-TIMED = (1, 5, 64)  # rows: plain decoding, with drafts, and of a prompt
+TIMED = (1, 5, 96)  # rows: plain decoding, with drafts, and of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +117,16 @@ class Proof:
         self.runner = runner
         self.chunk = chunk
         self.can_draft = layout is not None and layout.can_draft
-        self.used = 1
         self.alone: list[Array] = []  # logits of the rows behind the prompt, one at a time
-        self.first: Seq | None = None
+        self.held: list[Seq] = []  # the sequence that was computed so, and its neighbours
 
     def seq(self, shift: int = 0) -> Seq:
-        """The sequence, not computed, or another."""
+        """The sequence, not computed, or another; in blocks behind those that are held."""
         length = self.chunk + TAIL
         tokens = [(7 * i + 3 + shift) % 97 for i in range(length + 2 * ROWS)]
         blocks = ceil(len(tokens) / self.runner.view.block_size)
-        if self.used + blocks > self.runner.view.num_blocks[None]:
-            self.used = 1 + blocks  # behind the first one's
-        table = list(range(self.used, self.used + blocks))
-        self.used += blocks
+        first = 1 + blocks * len(self.held)
+        table = list(range(first, first + blocks))
         return Seq(Request("exact", tuple(tokens[:length]), 1), tokens=tokens, table=table)
 
     def step(self, plan: Plan) -> list[Array]:
@@ -151,30 +149,37 @@ class Proof:
     def differs(self, rows: int) -> str:
         """What differs of a step of so many rows from the same rows alone; "": nothing."""
         end = self.chunk + TAIL - 1
-        if not self.first:
-            self.first = self.seq()
-            self.read(self.first, end, 1)
-            for at in range(end, end + ROWS):
-                self.alone += self.step([Entry(self.first, at, 1, True)])
+        if not self.held:
+            self._begin(end)
         if rows > 1 and not self.can_draft:
             return "drafts cannot be rolled back"
         want = mx.concatenate(self.alone[:rows])
-        for cut, others in ((TAIL, 0), (3, 2)):
+        first, *others = self.held
+        for cut, beside in ((TAIL, []), (3, others)):
             seq = self.seq()
             self.read(seq, end, cut)
             plan = [self._entry(seq, end, rows)]
-            for n in range(others):
-                other = self.seq(1 + n)
-                self.read(other, end - n, TAIL)
-                plan.append(Entry(other, other.computed, 1 + n, True))
+            plan += [Entry(e, e.computed, 1 + n, True) for n, e in enumerate(beside)]
             if not mx.array_equal(self.step(plan)[0], want):
-                beside = " beside others" if others else ""
-                return f"logits differ in steps of {rows} rows{beside}"
+                where = " beside others" if beside else ""
+                return f"logits differ in steps of {rows} rows{where}"
         if not self.runner.states.layers:
-            hit = Seq(self.first.request, tokens=self.first.tokens, table=self.first.table)
+            hit = Seq(first.request, tokens=first.tokens, table=first.table)
             if not mx.array_equal(self.step([self._entry(hit, end, rows)])[0], want):
                 return f"logits differ after a cached prefix in steps of {rows} rows"
         return ""
+
+    def _begin(self, end: int) -> None:
+        """Compute the sequence a row at a time, and two that are its neighbours later."""
+        first = self.seq()
+        self.held.append(first)
+        self.read(first, end, 1)
+        for at in range(end, end + ROWS):
+            self.alone += self.step([Entry(first, at, 1, True)])
+        for n in (1, 2):
+            other = self.seq(n)
+            self.held.append(other)
+            self.read(other, end, TAIL)
 
     def _entry(self, seq: Seq, at: int, rows: int) -> Entry:
         drafted = seq.tokens[at + 1 : at + rows]
@@ -205,11 +210,14 @@ def measure_cost(
 
 
 def _seconds(runner: Runner, table: list[int], rows: int) -> float:
-    from mlxspec.speculate.calibrate import time_step, unused_seq
-
-    if rows < TIMED[-1]:
+    if rows != TIMED[-1]:
         return time_step(runner, table, rows, rows)
+    chunk = runner.invariance.chunk if runner.invariance else 0
     seq = unused_seq(runner, table, rows)
+    seq.request = Request("measure", tuple(seq.tokens), 1)
+    parts = [chunk, rows - chunk] if chunk else [rows]
     began = perf_counter()
-    mx.eval(runner.forward([Entry(seq, 0, rows, True)], None).logits)
+    for count in parts:
+        mx.eval(runner.forward([Entry(seq, seq.computed, count, True)], None).logits)
+        seq.computed += count
     return perf_counter() - began

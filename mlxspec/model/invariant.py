@@ -25,6 +25,7 @@ CHUNK = 64  # rows of a chunk, or a block if that is longer: near a product's be
 ROWS = 17  # of a step, in which a row's bits are compared with those of the row alone
 MORE_ROWS = (24, 33, 64)  # where they hold too, any number does
 LEAST = (1, 2)  # rows of a call
+ENOUGH = 7  # rows of a call: others are not tried
 
 Recorded = dict[str, tuple[Any, list[Array]]]  # by key: a layer, and arrays that it was called with
 
@@ -114,7 +115,7 @@ def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
 
 def find_invariance(recorded: Recorded, block_size: int, chunks: bool = False) -> Invariance:
     """The calls of these layers in which a row's bits depend on no other row. `chunks`: of a prompt
-    in any case, else where calls of few rows would make it slow."""
+    in any case, else where calls of few rows would make it slow to read."""
     calls = {}
     failed = []
     for key, (layer, arrays) in recorded.items():
@@ -124,7 +125,7 @@ def find_invariance(recorded: Recorded, block_size: int, chunks: bool = False) -
         elif found != Calls():
             calls[key] = found
     chunk = 0
-    if chunks or any(not each.transposed for each in calls.values()):
+    if chunks or any(each.most for each in calls.values()):
         chunk = max(1, CHUNK // block_size) * block_size
     return Invariance(calls, chunk, failed=tuple(failed))
 
@@ -135,7 +136,7 @@ def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
     best: Calls | None = None
     ops = {False: layer.own_product()}
     if isinstance(layer, DENSE) and cpu.in_use() and arrays[0].dtype == mx.float32:
-        ops[True] = partial(_transposed, layer)
+        ops = {True: partial(_transposed, layer)} | ops
     for transposed, op in ops.items():
         for least in LEAST:
             most = _most(op, least, arrays)
@@ -143,6 +144,8 @@ def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
                 return Calls(least, 0, transposed)
             if most >= least and (best is None or most > best.most):
                 best = Calls(least, most, transposed)
+            if best and best.most >= ENOUGH:
+                return best
     return best
 
 

@@ -128,10 +128,16 @@ class Measuring:
         log.info("%s", self.cache.exact.told("on"))
 
     @property
+    def _in_use(self) -> str:
+        """What steps are computed with."""
+        exact = " exact" if self.engine.runner.invariance else ""
+        return kernels_in_use() + exact
+
+    @property
     def _known(self) -> bool:
         """Whether it is known what steps cost with the kernels in use."""
         cache = self.cache
-        same = cache.kernels == kernels_in_use()
+        same = cache.kernels == self._in_use
         return same and cache.costs is not None and cache.costs.contexts == self.contexts
 
     def _measure_costs(self, proposer: Proposer, check: Check) -> None:
@@ -142,7 +148,7 @@ class Measuring:
             with pool.lent(self.contexts[1] + MORE) as table:
                 with progress("Measuring steps") as report:
                     cache.costs = self._calibration.run(table, check, report)
-            cache.kernels, cache.drafts, self._calibration = kernels_in_use(), {}, None
+            cache.kernels, cache.drafts, self._calibration = self._in_use, {}, None
         if self.head and self.key not in cache.drafts:
             with pool.lent(self.contexts[0] + MORE) as table:
                 cache.drafts = {self.key: self.head.measure(table, check)}

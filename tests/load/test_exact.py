@@ -115,6 +115,6 @@ def test_it_is_told(path: Path, bare_settings: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MLXSPEC_EXACT", "on")
     for name, value in (("BLOCK_SIZE", "8"), ("CACHE_DIR", str(path / "cache"))):
         monkeypatch.setenv(f"MLXSPEC_{name}", value)
-    checks = list(examined(str(path)))
+    checks = list(examined(str(model)))
     lines = [check.text for check in checks if check.name == "exact"]
-    assert lines == [f"{path}: exact up to 17 rows"], checks
+    assert lines == [f"{model}: exact up to 17 rows"], checks

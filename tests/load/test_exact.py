@@ -13,6 +13,7 @@ from mlxspec.load import loader
 from mlxspec.load.exact import Exactness
 from mlxspec.load.loader import load_engine
 from mlxspec.load.warmup import WarmupCache
+from mlxspec.metrics import Metrics
 from mlxspec.model.invariant import CHUNK
 from mlxspec.types import Interrupted, Served
 from tests import tiny
@@ -106,12 +107,11 @@ def test_other_kernels_are_another_proof(path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_it_is_told(path: Path, bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxspec.metrics import Metrics
-
-    _, info = start(path, "on")
-    assert (
-        b'mlxspec_exact_rows{model="tiny"} 17' in Metrics(lambda: {"tiny": Served(info)}).render()
-    )
+    model = save_tokenizer(path / "model")
+    save(model)
+    _, info = start(model, "on")
+    page = Metrics(lambda: {"tiny": Served(info)}).render()
+    assert b'mlxspec_exact_rows{model="tiny"} 17' in page
     monkeypatch.setenv("MLXSPEC_EXACT", "on")
     for name, value in (("BLOCK_SIZE", "8"), ("CACHE_DIR", str(path / "cache"))):
         monkeypatch.setenv(f"MLXSPEC_{name}", value)

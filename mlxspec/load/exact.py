@@ -8,6 +8,7 @@ elsewhere, and after a cached prefix.
 from dataclasses import dataclass, replace
 from math import ceil
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 from mlx.core import array as Array
@@ -24,43 +25,50 @@ from mlxspec.types import Check, Draft, Entry, Plan, Request, Seq, line_of
 STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
 TAIL = 9  # tokens of the prompt behind its whole chunks
 AUTO = 0.05  # of a step's time: what `exact = auto` pays
+UNPROVEN = -1
 TURNS = 5  # of a measurement; the best counts
 TIMED = (1, 5, 96)  # rows: plain decoding, with drafts, and of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What was found: how to compute rows, and up to how many of a step a row's bits are its own;
-    `why` not for more. `cost`: by how much of its time a step is longer, of one row or with drafts,
-    and of a prompt; None: not measured yet."""
+    """What was found: how to compute rows, and up to how many of a step a row's bits are its own,
+    or UNPROVEN; `why` not for more. `cost`: by how much of its time a step is longer, of one row or
+    with drafts, and of a prompt; None: not measured yet."""
 
     invariance: Invariance
     rows: int = 0
     why: str = ""
     cost: tuple[float, float] | None = None
 
+    @property
+    def pays(self) -> bool:
+        """Whether it costs little enough for `auto`."""
+        return self.cost is not None and max(self.cost) <= AUTO
+
     def used(self, wanted: str) -> bool:
         """Whether it is used under the setting `exact`."""
-        pays = self.cost is not None and max(self.cost) <= AUTO
-        return self.rows > 0 and (wanted == "on" or (wanted == "auto" and pays))
+        return self.rows > 0 and (wanted == "on" or (wanted == "auto" and self.pays))
 
     def told(self, wanted: str) -> str:
         """The verdict in a line."""
         cost = ""
         if self.cost:
-            cost = ", for {:.0%} of a step's time and {:.0%} of a prompt's".format(*self.cost)
-        found = f"exact up to {self.rows} rows{cost}"
+            cost = "{:.0%} of a step's time and {:.0%} of a prompt's".format(*self.cost)
         if not self.rows:
             return f"not exact: {self.why}"
         if self.used(wanted):
-            return found
-        if self.cost is None and wanted == "auto":
-            return f"not exact yet: what it costs is measured when idle; then {found}"
-        return f"not exact: exact = {wanted}; on: {found}"
+            found = f"exact up to {self.rows} rows"
+            return f"{found}, for {cost}" if cost else found
+        if not cost:
+            return "not exact yet: what it costs is measured when idle"
+        if wanted == "auto" and self.pays:
+            return f"not exact yet: from the next start on, for {cost}"
+        return f"not exact: it takes {cost}, which --exact on pays"
 
 
-def examine(model: Module, layout: LayoutChoice, block_size: int) -> Exactness:
-    """Find a model's Exactness, without its cost."""
+def examine(model: Module, layout: LayoutChoice, block_size: int, prove: bool = True) -> Exactness:
+    """Find a model's Exactness, without its cost, and prove it if wanted."""
     if layout.layout in ("gather", "solo"):
         why = f"in the {layout.layout} layout attention is mlx-lm's own"
         return Exactness(Invariance(), why=why)
@@ -71,6 +79,8 @@ def examine(model: Module, layout: LayoutChoice, block_size: int) -> Exactness:
         shapes = {pages.shape for pages in runner.pages()}
         by_kernel = all(shape is not None and right(shape) for shape in shapes)
         invariance = replace(invariance, by_kernel=by_kernel)
+        if not prove:
+            return Exactness(invariance, UNPROVEN)
         runner.keep_invariant(invariance)
         return _proven(Proof(runner, invariance.chunk, layout))
     except Exception as failed:  # the model's own code
@@ -119,15 +129,22 @@ class Proof:
         self.can_draft = layout is not None and layout.can_draft
         self.alone: list[Array] = []  # logits of the rows behind the prompt, one at a time
         self.held: list[Seq] = []  # the sequence that was computed so, and its neighbours
+        self.state: Any = None  # of recurrent layers, after the whole chunk
 
-    def seq(self, shift: int = 0) -> Seq:
-        """The sequence, not computed, or another; in blocks behind those that are held."""
+    def seq(self, shift: int = 0, anew: bool = True) -> Seq:
+        """The sequence, or another; in blocks behind those that are held. Its whole chunk is to be
+        computed `anew`, else it is the first one's."""
         length = self.chunk + TAIL
         tokens = [(7 * i + 3 + shift) % 97 for i in range(length + 2 * ROWS)]
         blocks = ceil(len(tokens) / self.runner.view.block_size)
         first = 1 + blocks * len(self.held)
         table = list(range(first, first + blocks))
-        return Seq(Request("exact", tuple(tokens[:length]), 1), tokens=tokens, table=table)
+        made = Seq(Request("exact", tuple(tokens[:length]), 1), tokens=tokens, table=table)
+        if not anew:
+            shared = self.chunk // self.runner.view.block_size
+            made.table = self.held[0].table[:shared] + table[shared:]
+            made.computed, made.state = self.chunk, self.state
+        return made
 
     def step(self, plan: Plan) -> list[Array]:
         """The logits of the step's sampled rows [rows, vocab], by entry."""
@@ -156,7 +173,10 @@ class Proof:
         want = mx.concatenate(self.alone[:rows])
         first, *others = self.held
         for cut, beside in ((TAIL, []), (3, others)):
-            seq = self.seq()
+            ends = rows in (STEPS[0], STEPS[-1])
+            if not (beside or ends):
+                continue
+            seq = self.seq(anew=ends)
             self.read(seq, end, cut)
             plan = [self._entry(seq, end, rows)]
             plan += [Entry(e, e.computed, 1 + n, True) for n, e in enumerate(beside)]
@@ -173,6 +193,8 @@ class Proof:
         """Compute the sequence a row at a time, and two that are its neighbours later."""
         first = self.seq()
         self.held.append(first)
+        self.read(first, self.chunk, 1)
+        self.state = first.state
         self.read(first, end, 1)
         for at in range(end, end + ROWS):
             self.alone += self.step([Entry(first, at, 1, True)])

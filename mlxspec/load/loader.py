@@ -23,7 +23,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, recall
 from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
-from mlxspec.load.exact import Exactness, examine
+from mlxspec.load.exact import UNPROVEN, Exactness, examine
 from mlxspec.load.measuring import Measuring
 from mlxspec.load.plan import MemoryPlan, make_plan
 from mlxspec.load.warmup import (
@@ -147,14 +147,19 @@ def _find_exactness(
     config: Config,
     group: ProcessGroup,
 ) -> Exactness | None:
-    """What an earlier start found with the kernels in use, or is found now; None where it is not
-    wanted."""
+    """What an earlier start found with the kernels in use, or is found now, and proven if it is to
+    be used; None where it is not wanted."""
     if group.group or config.exact == "off":
         return None
-    if cache.exact is None or cache.exact_kernels != kernels_in_use():
+    known = cache.exact
+    if cache.exact_kernels != kernels_in_use():
+        known = None
+    prove = config.exact == "on" or (known is not None and known.pays)
+    if known is None or (prove and known.rows == UNPROVEN):
+        cost = known.cost if known else None
         with progress("Checking which rows keep their bits"):
-            cache.exact = examine(model, cache.layout, config.block_size)
-        cache.exact_kernels = kernels_in_use()
+            found = examine(model, cache.layout, config.block_size, prove)
+        cache.exact, cache.exact_kernels = replace(found, cost=cost), kernels_in_use()
     return cache.exact
 
 

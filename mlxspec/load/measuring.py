@@ -114,7 +114,7 @@ class Measuring:
     def _exact_waits(self) -> bool:
         """Whether it is to be measured what exact logits cost."""
         exact = self.cache.exact
-        return exact is not None and exact.rows > 0 and exact.cost is None
+        return exact is not None and exact.rows != 0 and exact.cost is None
 
     def _measure_exact(self, check: Check) -> None:
         exact, pool = self.cache.exact, self.engine.scheduler.pool
@@ -125,7 +125,7 @@ class Measuring:
         with pool.lent(room) as table:
             cost = measure_cost(self.engine.runner, exact.invariance, table, check)
         self.cache.exact = replace(exact, cost=cost)
-        log.info("%s", self.cache.exact.told("on"))
+        log.info("%s", self.cache.exact.told("auto"))
 
     @property
     def _in_use(self) -> str:

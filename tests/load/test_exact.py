@@ -14,7 +14,7 @@ from mlxspec.load.exact import Exactness
 from mlxspec.load.loader import load_engine
 from mlxspec.load.warmup import WarmupCache
 from mlxspec.metrics import Metrics
-from mlxspec.model.invariant import CHUNK
+from mlxspec.model.invariant import CHUNK, Invariance
 from mlxspec.types import Interrupted, Served
 from tests import tiny
 from tests.load.test_loader import settings
@@ -79,10 +79,11 @@ def test_auto_is_used_once_it_is_known_to_be_cheap(path: Path) -> None:
     assert e.runner.invariance is None and e.scheduler.kv.chunk == 0
     kept(path, lambda exact: replace(exact, cost=(0.01, 0.02)))
     e, info = start(path, "auto")
-    assert e.runner.invariance and "1% of a step's time and 2% of a prompt's" in info.exact
+    assert e.runner.invariance, "proven now"
+    assert info.exact == "exact up to 17 rows, for 1% of a step's time and 2% of a prompt's"
     kept(path, lambda exact: replace(exact, cost=(0.01, 0.2)))
     e, info = start(path, "auto")
-    assert e.runner.invariance is None and info.exact.startswith("not exact: exact = auto; on: ")
+    assert e.runner.invariance is None and "which --exact on pays" in info.exact
 
 
 def test_prompts_on_disk_are_of_one_order(path: Path) -> None:
@@ -100,7 +101,9 @@ def test_other_kernels_are_another_proof(path: Path, monkeypatch: pytest.MonkeyP
     start(path, "on")
     monkeypatch.setattr(loader, "kernels_in_use", lambda: "others")
     seen = []
-    monkeypatch.setattr(loader, "examine", lambda *a: seen.append(a) or Exactness(None, why="it"))
+    monkeypatch.setattr(
+        loader, "examine", lambda *a: seen.append(a) or Exactness(Invariance(), why="it")
+    )
     _, info = start(path, "on")
     assert seen and info.exact == "not exact: it"
     KERNELS.verdicts.clear()

@@ -30,16 +30,22 @@ class Calls:
     most: int = 0
     transposed: bool = False
 
-    def apply(self, op: Callable[..., Array], *arrays: Array) -> Array:
-        """op(*arrays) for arrays [..., K] of the same rows."""
+    def apply(self, op: Callable[..., Any], *arrays: Array) -> Any:
+        """op(*arrays) for arrays [..., K] of the same rows: an array, or a tuple of some."""
         *batch, _ = arrays[0].shape
         flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
         rows = len(flat[0])
         if self.least <= rows <= (self.most or rows):
             return op(*arrays)
         done = [op(*part) for part in self._parts(flat, rows)]
-        y = mx.concatenate(done)[:rows]
-        return y.reshape(*batch, *y.shape[1:])
+
+        def joined(parts: list[Array]) -> Array:
+            y = mx.concatenate(parts)[:rows]
+            return y.reshape(*batch, *y.shape[1:])
+
+        if isinstance(done[0], tuple):
+            return tuple(joined(list(same)) for same in zip(*done, strict=True))
+        return joined(done)
 
     def _parts(self, flat: list[Array], rows: int) -> Iterator[list[Array]]:
         """The calls' arrays. Only the last call has padding, behind its rows."""

@@ -84,12 +84,18 @@ def _transposed(layer: Any, x: Array) -> Any:
 
 def layers_of(model: nn.Module) -> Iterator[Any]:
     """The layers of a model that multiply rows by weights."""
-    return (layer for layer in model.modules() if isinstance(layer, KINDS))
+    return (layer for layer in model.modules() if isinstance(layer, KINDS) or _is_gate(layer))
+
+
+def _is_gate(layer: nn.Module) -> bool:
+    """Whether it is a router with weights of its own, which mlx-lm's models name so."""
+    named = type(layer).__name__.endswith("Gate")
+    return named and "weight" in layer and layer.weight.ndim == 2
 
 
 def key_of(layer: Any) -> str:
     """What the kernels that MLX chooses depend on: a layer's kind, shapes and numbers."""
-    kind = next(kind for kind in KINDS if isinstance(layer, kind))
+    kind = next((kind for kind in KINDS if isinstance(layer, kind)), type(layer))
     shapes = []
     for part in (layer, *layer.children().values()):
         if isinstance(part, nn.Module) and "weight" in part:
@@ -149,17 +155,23 @@ def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
     return best
 
 
-def _most(op: Callable[..., Array], least: int, arrays: list[Array]) -> int:
+def _most(op: Callable[..., Any], least: int, arrays: list[Array]) -> int:
     """Up to how many rows a call keeps the bits of each row, wherever it is among them; 0: any
     number, -1: none."""
     alone = Calls(least, least)
     rows = [x[:ROWS] for x in arrays]
-    one = mx.concatenate([alone.apply(op, *(x[i : i + 1] for x in rows)) for i in range(ROWS)])
+    one = [_first_of(alone.apply(op, *(x[i : i + 1] for x in rows))) for i in range(ROWS)]
+    singles = mx.concatenate(one)
     most = -1
     for count in (*range(least, ROWS + 1), *MORE_ROWS):
         for order in (1, -1):
             at = mx.arange(count)[::order] % ROWS
-            if not mx.array_equal(op(*(x[at] for x in rows)), one[at]):
+            if not mx.array_equal(_first_of(op(*(x[at] for x in rows))), singles[at]):
                 return min(most, ROWS)
         most = count
     return 0
+
+
+def _first_of(y: Any) -> Any:
+    """What an operation makes, of a router the scores."""
+    return y[-1] if isinstance(y, tuple) else y

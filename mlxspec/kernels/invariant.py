@@ -71,7 +71,15 @@ def attention(a: Attention) -> Array:
         done = []
         for at in range(0, group.length, QUERIES):
             to = at + QUERIES
-            done.append(_attend(a, q[:, at:to], keys, values, mask[:, at:to]))
+            done.append(
+                _attend(
+                    a,
+                    q[:, at:to],
+                    keys,
+                    values,
+                    mask[:, at:to],
+                )
+            )
         out.append(mx.concatenate(done, axis=1).flatten(0, 1))
     return mx.concatenate(out)
 
@@ -93,8 +101,22 @@ def _parts_of(a: Attention, group: Group) -> tuple[Array, Array, Array]:
     every = slice(0, width * size)
     pools = []
     for pool, packing in zip((a.keys, a.values), a.packings, strict=True):
-        x = gather(pool, ids, size, every, packing).astype(mx.float32)
-        pools.append(x.reshape(*x.shape[:2], 1, -1, blocks * size, x.shape[-1]))
+        x = gather(
+            pool,
+            ids,
+            size,
+            every,
+            packing,
+        ).astype(mx.float32)
+        pools.append(
+            x.reshape(
+                *x.shape[:2],
+                1,
+                -1,
+                blocks * size,
+                x.shape[-1],
+            )
+        )
     positions = group.positions()[:, None] + mx.arange(group.length)
     slots = mx.array(firsts)[:, None] + mx.arange(width * size)
     mask = slots[:, None] <= positions[..., None]
@@ -105,18 +127,40 @@ def _parts_of(a: Attention, group: Group) -> tuple[Array, Array, Array]:
     return pools[0], finite(pools[1]), mask.reshape(*mask.shape[:2], -1, blocks * size)
 
 
-def _attend(a: Attention, q: Array, keys: Array, values: Array, mask: Array) -> Array:
+def _attend(
+    a: Attention,
+    q: Array,
+    keys: Array,
+    values: Array,
+    mask: Array,
+) -> Array:
     """[B, L, heads, Dv] of q [B, L, heads, D], and what `_parts_of` returns."""
     batch, length, heads, _ = q.shape
     kv_heads = keys.shape[1]
-    rows = (q.astype(mx.float32) * a.scale).reshape(batch, length, kv_heads, -1, q.shape[-1])
+    rows = (q.astype(mx.float32) * a.scale).reshape(
+        batch,
+        length,
+        kv_heads,
+        -1,
+        q.shape[-1],
+    )
     rows = rows.swapaxes(1, 2)[:, :, :, None]  # [B, kv_heads, L, 1, gqa, D]
     scores = rows @ keys.swapaxes(-1, -2)
-    scores = mx.where(mask[:, None, :, :, None], scores, -mx.inf)
+    scores = mx.where(
+        mask[:, None, :, :, None],
+        scores,
+        -mx.inf,
+    )
     top = scores.max(axis=(3, 5), keepdims=True)
     sinks: Any = None
     if a.sinks is not None:
-        sinks = a.sinks.astype(mx.float32).reshape(kv_heads, 1, 1, -1, 1)
+        sinks = a.sinks.astype(mx.float32).reshape(
+            kv_heads,
+            1,
+            1,
+            -1,
+            1,
+        )
         top = mx.maximum(top, sinks)
     weights = mx.exp(scores - top)
     total = _sum(weights.sum(axis=-1, keepdims=True))

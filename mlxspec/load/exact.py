@@ -67,7 +67,12 @@ class Exactness:
         return f"not exact: it takes {cost}, which --exact on pays"
 
 
-def examine(model: Module, layout: LayoutChoice, block_size: int, prove: bool = True) -> Exactness:
+def examine(
+    model: Module,
+    layout: LayoutChoice,
+    block_size: int,
+    prove: bool = True,
+) -> Exactness:
     """Find a model's Exactness, without its cost, and prove it if wanted."""
     if layout.layout in ("gather", "solo"):
         why = f"in the {layout.layout} layout attention is mlx-lm's own"
@@ -75,7 +80,11 @@ def examine(model: Module, layout: LayoutChoice, block_size: int, prove: bool = 
     blocks = 2 + 4 * ceil((64 + block_size + TAIL + 3 * ROWS) / block_size)
     try:
         runner = layout.runner(model, block_size, blocks)
-        invariance = find_invariance(record(runner), block_size, recurrent.by_rows(model))
+        invariance = find_invariance(
+            record(runner),
+            block_size,
+            recurrent.by_rows(model),
+        )
         shapes = {pages.shape for pages in runner.pages()}
         by_kernel = all(shape is not None and right(shape) for shape in shapes)
         invariance = replace(invariance, by_kernel=by_kernel)
@@ -98,7 +107,13 @@ def record(runner: Runner) -> Recorded:
         drafted = tuple(seq.tokens[TAIL : TAIL + 2 * ROWS])
         if not runner.states.rollback_supported:
             drafted = ()
-        entry = Entry(seq, 0, TAIL + 2 * ROWS - len(drafted), True, draft=Draft(drafted))
+        entry = Entry(
+            seq,
+            0,
+            TAIL + 2 * ROWS - len(drafted),
+            True,
+            draft=Draft(drafted),
+        )
         mx.eval(runner.forward([entry], None).logits)
     finally:
         runner.view.recorded = None
@@ -123,7 +138,12 @@ def _proven(proof: "Proof") -> Exactness:
 class Proof:
     """One sequence in many steps, in blocks of its own."""
 
-    def __init__(self, runner: Runner, chunk: int, layout: LayoutChoice | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        chunk: int,
+        layout: LayoutChoice | None = None,
+    ) -> None:
         self.runner = runner
         self.chunk = chunk
         self.can_draft = layout is not None and layout.can_draft
@@ -139,7 +159,15 @@ class Proof:
         blocks = ceil(len(tokens) / self.runner.view.block_size)
         first = 1 + blocks * len(self.held)
         table = list(range(first, first + blocks))
-        made = Seq(Request("exact", tuple(tokens[:length]), 1), tokens=tokens, table=table)
+        made = Seq(
+            Request(
+                "exact",
+                tuple(tokens[:length]),
+                1,
+            ),
+            tokens=tokens,
+            table=table,
+        )
         if not anew:
             shared = self.chunk // self.runner.view.block_size
             made.table = self.held[0].table[:shared] + table[shared:]
@@ -161,7 +189,16 @@ class Proof:
         """Compute a sequence's tokens, so many at a time behind its whole chunks."""
         while seq.computed < upto:
             count = self.chunk if seq.computed < self.chunk else min(rows, upto - seq.computed)
-            self.step([Entry(seq, seq.computed, count, False)])
+            self.step(
+                [
+                    Entry(
+                        seq,
+                        seq.computed,
+                        count,
+                        False,
+                    )
+                ]
+            )
 
     def differs(self, rows: int) -> str:
         """What differs of a step of so many rows from the same rows alone; "": nothing."""
@@ -179,12 +216,24 @@ class Proof:
             seq = self.seq(anew=ends)
             self.read(seq, end, cut)
             plan = [self._entry(seq, end, rows)]
-            plan += [Entry(e, e.computed, 1 + n, True) for n, e in enumerate(beside)]
+            plan += [
+                Entry(
+                    e,
+                    e.computed,
+                    1 + n,
+                    True,
+                )
+                for n, e in enumerate(beside)
+            ]
             if not mx.array_equal(self.step(plan)[0], want):
                 where = " beside others" if beside else ""
                 return f"logits differ in steps of {rows} rows{where}"
         if not self.runner.states.layers:
-            hit = Seq(first.request, tokens=first.tokens, table=first.table)
+            hit = Seq(
+                first.request,
+                tokens=first.tokens,
+                table=first.table,
+            )
             if not mx.array_equal(self.step([self._entry(hit, end, rows)])[0], want):
                 return f"logits differ after a cached prefix in steps of {rows} rows"
         return ""
@@ -197,7 +246,16 @@ class Proof:
         self.state = first.state
         self.read(first, end, 1)
         for at in range(end, end + ROWS):
-            self.alone += self.step([Entry(first, at, 1, True)])
+            self.alone += self.step(
+                [
+                    Entry(
+                        first,
+                        at,
+                        1,
+                        True,
+                    )
+                ]
+            )
         for n in (1, 2):
             other = self.seq(n)
             self.held.append(other)
@@ -205,7 +263,13 @@ class Proof:
 
     def _entry(self, seq: Seq, at: int, rows: int) -> Entry:
         drafted = seq.tokens[at + 1 : at + rows]
-        return Entry(seq, at, 1, True, draft=Draft(drafted))
+        return Entry(
+            seq,
+            at,
+            1,
+            True,
+            draft=Draft(drafted),
+        )
 
 
 def measure_cost(
@@ -233,13 +297,30 @@ def measure_cost(
 
 def _seconds(runner: Runner, table: list[int], rows: int) -> float:
     if rows != TIMED[-1]:
-        return time_step(runner, table, rows, rows)
+        return time_step(
+            runner,
+            table,
+            rows,
+            rows,
+        )
     chunk = runner.invariance.chunk if runner.invariance else 0
     seq = unused_seq(runner, table, rows)
     seq.request = Request("measure", tuple(seq.tokens), 1)
     parts = [chunk, rows - chunk] if chunk else [rows]
     began = perf_counter()
     for count in parts:
-        mx.eval(runner.forward([Entry(seq, seq.computed, count, True)], None).logits)
+        mx.eval(
+            runner.forward(
+                [
+                    Entry(
+                        seq,
+                        seq.computed,
+                        count,
+                        True,
+                    )
+                ],
+                None,
+            ).logits
+        )
         seq.computed += count
     return perf_counter() - began

@@ -20,7 +20,13 @@ from mlxspec.kernels.invariant import Calls
 
 DENSE = (nn.Linear, nn.Embedding)
 TIED = (nn.Embedding, nn.QuantizedEmbedding)
-KINDS = (nn.Linear, nn.QuantizedLinear, *TIED, SwitchGLU, SwitchMLP)
+KINDS = (
+    nn.Linear,
+    nn.QuantizedLinear,
+    *TIED,
+    SwitchGLU,
+    SwitchMLP,
+)
 CHUNK = 64  # rows of a chunk, or a block if that is longer: near a product's best rate on a GPU
 ROWS = 17  # of a step, in which a row's bits are compared with those of the row alone
 MORE_ROWS = (24, 33, 64)  # where they hold too, any number does
@@ -113,7 +119,11 @@ def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
     for layer in layers_of(model):
         if invariance and not isinstance(layer, InCalls):
             kind = type(layer)
-            layer.__class__ = type(kind.__name__, (InCalls, kind), {"__module__": kind.__module__})
+            layer.__class__ = type(
+                kind.__name__,
+                (InCalls, kind),
+                {"__module__": kind.__module__},
+            )
         if isinstance(layer, InCalls):
             layer._view = view
             layer._calls = invariance.calls.get(key_of(layer)) if invariance else None
@@ -133,7 +143,11 @@ def find_invariance(recorded: Recorded, block_size: int, chunks: bool = False) -
     chunk = 0
     if chunks or any(each.most for each in calls.values()):
         chunk = max(1, CHUNK // block_size) * block_size
-    return Invariance(calls, chunk, failed=tuple(failed))
+    return Invariance(
+        calls,
+        chunk,
+        failed=tuple(failed),
+    )
 
 
 def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:

@@ -7,8 +7,9 @@ BIN := .venv/bin
 NEW := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c '$(NEW)' >/dev/null 2>&1 && echo "$$p" && break; done)
+# Python compiles what it imports; all that is installed would take as long again, and 110 MB.
 PIP := $(shell command -v uv >/dev/null 2>&1 && echo uv pip install --python $(BIN)/python \
-	|| echo $(BIN)/python -m pip install --disable-pip-version-check)
+	|| echo $(BIN)/python -m pip install --disable-pip-version-check --no-compile)
 
 setup: .venv/installed
 

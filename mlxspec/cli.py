@@ -32,14 +32,14 @@ from mlxspec.service import crashes
 from mlxspec.service.launchd import activated_socket, log_file
 from mlxspec.types import UserError, printable
 
-LOAD_S = 3600  # most seconds to load or unload a model
+LOAD_S = 3600  # maximum seconds to load or unload a model
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},  # of every command
 )
-cache = typer.Typer(no_args_is_help=True, help="Show or delete what the cache keeps on disk.")
+cache = typer.Typer(no_args_is_help=True, help="Show or delete the cache on disk.")
 app.add_typer(cache, name="cache")
 app.add_typer(service, name="service")
 app.add_typer(menubar, name="menubar")
@@ -105,7 +105,7 @@ def bench(
     workload: Annotated[Workload, typer.Option(help="Prompts: edits, code, chat or all.")] = "all",
     max_tokens: Annotated[
         int,
-        typer.Option(min=1, metavar="<tokens>", help="Most tokens of an answer."),
+        typer.Option(min=1, metavar="<tokens>", help="Maximum tokens per answer."),
     ] = 256,
     streams: Annotated[
         int,
@@ -113,11 +113,11 @@ def bench(
             min=1,
             max=16,
             metavar="<int>",
-            help="How many prompts run at the same time, as one batch.",
+            help="Prompts that run at the same time, as one batch.",
         ),
     ] = 1,
 ) -> None:
-    """Measure what speculation gains on this machine: the same prompts with it and without it.
+    """Measure the speedup by speculation on this machine, on the same prompts with and without it.
 
     Exits with 1 if any answer differs.
     """
@@ -135,7 +135,7 @@ def train(
         str | None,
         typer.Option(
             metavar="<dir>",
-            help="Code and documents to learn from; hidden files are left out.",
+            help="Code and documents to train on; hidden files are skipped.",
         ),
     ] = None,
     tokens: Annotated[
@@ -151,8 +151,8 @@ def train(
         typer.Option(
             min=256,
             metavar="<tokens>",
-            help="Size of the draft vocabulary: 16,384, or that of the head that is there; another"
-            " size makes a new head.",
+            help="Size of the draft vocabulary; default: the existing head's, else 16,384. Another"
+            " size starts a new head.",
         ),
     ] = None,
     url: Url = None,
@@ -161,9 +161,9 @@ def train(
     """Train a draft head for a model, or resume training one.
 
     It learns from the model's own answers and your files. Nothing leaves this
-    machine. While a running server has a request, it waits. Ctrl-C stops, and
-    the same command resumes. Exits with 1 if the head does not improve on what
-    drafts now.
+    machine. Training pauses while a running server has requests. Ctrl-C stops,
+    and the same command resumes. Exits with 1 if the head does not improve on
+    current drafting.
     """
     config = load({"model": model})
     log_to_stderr("warning")
@@ -231,15 +231,15 @@ def cache_stats() -> None:
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the prefix cache, recorded answers and what a training works with. Trained heads stay.
+    """Delete the prefix cache, recorded answers and training files. Trained heads stay.
 
-    A running server goes on and fills the cache again.
+    A running server continues and fills the cache again.
     """
     from mlxspec.commands.cache import clear
     from mlxspec.model.hub import cache_of
 
     root = cache_of(load({}))
     if not yes:
-        what = "the prefix cache, recorded answers and what a training works with"
+        what = "the prefix cache, recorded answers and training files"
         typer.confirm(f"Delete {what} in {root}?", abort=True)
     clear(root)

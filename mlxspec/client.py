@@ -34,7 +34,7 @@ def request(
     """The response with status 200 to a JSON `body`. `url` has no / at its end; `timeout` is in
     seconds without a byte.
 
-    Raises ClientError, also for whatever goes wrong while the caller reads the response.
+    Raises ClientError, also for any error while the caller reads the response.
     """
     headers = {"Content-Type": "application/json"}
     if api_key:
@@ -61,7 +61,7 @@ def request(
         raise ClientError(
             f"{url}: {error or type(error).__name__}; see the server's log",
         ) from error
-    except Exception as error:  # in reading what another program answers
+    except Exception as error:  # while reading the answer of another program
         raise ClientError(
             f"the program at {url} is not mlxspec ({error!r}); give another --url, or stop it",
         ) from error

@@ -1,8 +1,8 @@
-"""The settings. One table, the fields of `Config`, makes the file, the variables, the flags and the
-docs.
+"""The settings. One table, the fields of `Config`, defines the file, the variables, the flags and
+the docs.
 
-Precedence: file < `MLXSPEC_*` variables < flags. Each value may be given as text; it is checked
-here, and an error names the source, the setting, the value and what is allowed.
+Precedence: file < `MLXSPEC_*` variables < flags. Each value may be text; it is checked here, and an
+error names the source, the setting, the value and the allowed values.
 """
 
 import os
@@ -22,7 +22,7 @@ FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
 ON_OFF = ("on", "off")
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
-BUILT_IN = "smollm2-135m-instruct"  # the model of settings that name none
+BUILT_IN = "smollm2-135m-instruct"  # the model if the settings name none
 
 
 class ConfigError(UserError):
@@ -30,8 +30,8 @@ class ConfigError(UserError):
 
 
 def check_host(host: str, source: str) -> str:
-    """`host`, if it is an address or a host name; for a socket, "" would be any address. Raises
-    ConfigError."""
+    """`host`, which must be an address or a host name: for a socket, "" would be any address.
+    Raises ConfigError."""
     if re.fullmatch(r"[\w.-]+", host):
         return host
     try:
@@ -52,9 +52,9 @@ def option(
     kind: str = "",
     secret: bool = False,
 ) -> Any:
-    """One row of the table. `low` and `high` bound a number, inclusively; of a bool `choices` are
-    the words for True and False; `kind` says what a value is, its unit for example, where choices
-    and type do not; a `secret` value is never printed."""
+    """One row of the table. `low` and `high` bound a number, inclusively; `choices` of a bool
+    are the words for True and False; `kind` names a value, by its unit for example, if choices and
+    type do not; a `secret` value is never printed."""
     if isinstance(default, bool):
         choices = choices or ON_OFF
     return field(
@@ -104,8 +104,8 @@ class Config:
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Origins of web pages and apps that may use the server, as `app://obsidian.md`, in addition"
-        " to pages of allowed hosts.",
+        "Origins of web pages and apps that may use the server, such as `app://obsidian.md`, in"
+        " addition to pages of allowed hosts.",
         kind="origin,...",
     )
     pin: tuple[str, ...] = option(
@@ -121,20 +121,20 @@ class Config:
     )
     ranks: int = option(
         1,
-        "Processes on this machine that share the model, to try it; for several Macs see"
+        "Processes on this machine that split the model, for tests; for several Macs see"
         " docs/ranks.md.",
         16,
         low=1,
     )
     max_sequences: int = option(
         16,
-        "Most sequences that run at the same time, in one batch.",
+        "Maximum number of sequences in a batch.",
         256,
         low=1,
     )
     max_queue: int = option(
         64,
-        "Most requests that wait; further ones get status 429.",
+        "Maximum number of waiting requests; more get status 429.",
         4096,
         low=1,
     )
@@ -148,14 +148,14 @@ class Config:
     kv_blocks: int = option(0, "Number of KV blocks; 0: by free memory.", 2**24, kind="blocks")
     memory_gb: float = option(
         0.0,
-        "Memory limit in GiB for weights, caches and headroom; 0: what is free.",
+        "Memory limit in GiB for weights, caches and headroom; 0: all free memory.",
         65_536,
         kind="GiB",
     )
     wired: bool = option(
         False,
-        "Wire the first model's weights and caches, so that macOS never pages them out; macOS may"
-        " panic under it.",
+        "Wire the first model's weights and caches, so that macOS never pages them out; may cause a"
+        " kernel panic.",
     )
     kv_bits: int = option(
         0,
@@ -170,7 +170,7 @@ class Config:
     )
     prefill_budget: int = option(
         0,
-        "Prompt tokens computed in one step; 0: set by time.",
+        "Prompt tokens computed in one step; 0: chosen by measured time.",
         65_536,
         kind="tokens",
     )
@@ -188,8 +188,7 @@ class Config:
     )
     strict_content: bool = option(
         False,
-        "Refuse images and files; off: text files are read, other content becomes a line that says"
-        " that it was left out.",
+        "Refuse images and files; off: text files are read, other content is replaced by a note.",
     )
     speculate: bool = option(True, "Speculative decoding, where it pays.")
     exact: str = option(
@@ -200,7 +199,7 @@ class Config:
     )
     kernels: bool = option(
         True,
-        "Own Metal kernels; auto: each one that is correct and faster on this machine.",
+        "Custom Metal kernels; auto: those that are correct and faster on this machine.",
         choices=("auto", "off"),
     )
     draft: str = option(
@@ -211,8 +210,8 @@ class Config:
     )
     draft_depth: int = option(
         0,
-        "Fixed draft length of the head or small model; disables other drafters. 0: as many tokens"
-        " as pay.",
+        "Fixed draft length of the head or small model; disables other drafters. 0: chosen by"
+        " measured speed.",
         8,
         kind="tokens",
     )
@@ -239,19 +238,19 @@ class Config:
     )
     cache_dir: str = option(
         "",
-        "Directory for models, measurements and the prefix cache; empty: the platform's.",
+        "Directory for models, measurements and the prefix cache; empty: the platform's default.",
         kind="dir",
     )
     cache_gb: float = option(
         10.0,
-        "Disk space for the prefix cache in GiB; 0: it is in memory only.",
+        "Disk space for the prefix cache in GiB; 0: in memory only.",
         2**20,
         kind="GiB",
     )
     record: bool = option(
         False,
-        "Keep the token ids of finished answers in the cache directory, for `mlxspec train` to"
-        " learn from.",
+        "Keep the token ids of finished answers in the cache directory, as training data for"
+        " `mlxspec train`.",
     )
     log_level: str = option(
         "info",
@@ -285,23 +284,23 @@ def load(
     A file named by `$MLXSPEC_CONFIG` must exist; the default file need not. Raises ConfigError.
     """
     values = {}
-    named = env.get("MLXSPEC_CONFIG")
-    file = Path(named or FILE).expanduser()
-    if named or file.exists():
+    custom = env.get("MLXSPEC_CONFIG")
+    file = Path(custom or FILE).expanduser()
+    if custom or file.exists():
         for name, value in _read(file).items():
             values[name] = _checked(name, value, str(file))
     for variable, text in env.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and text and name != "config":
             values[name] = _checked(name, text, variable)
-    for name, given in flags.items():
-        if given not in (None, []):
-            values[name] = _checked(name, given, flag(name))
+    for name, value in flags.items():
+        if value not in (None, []):
+            values[name] = _checked(name, value, flag(name))
     return Config(**values)
 
 
 def flag(name: str) -> str:
-    """The setting on the command line: an argument for the models, a flag for all else."""
+    """The setting on the command line: an argument for the models, a flag for all others."""
     return ARGUMENTS.get(name) or "--" + name.replace("_", "-")
 
 
@@ -314,7 +313,7 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
             continue
         parts = value if isinstance(value, tuple) else [value]
         if name not in ARGUMENTS:
-            parts = [flag(name), written(row, value)]
+            parts = [flag(name), format_value(row, value)]
         elif name == "others" and not config.model:  # the first word would be the model
             parts = [BUILT_IN, *parts]
         words += parts
@@ -322,13 +321,13 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
 
 
 def kind_of(row: Field[Any]) -> str:
-    """What a value of the setting is, in a word: its choices, its unit or its type."""
+    """A word for a value of the setting: its choices, its unit or its type."""
     meta = row.metadata
     return meta["kind"] or "|".join(map(str, meta["choices"])) or type(row.default).__name__
 
 
-def written(row: Field[Any], value: Any) -> str:
-    """A value of the setting as a user would write it; empty where nothing is set."""
+def format_value(row: Field[Any], value: Any) -> str:
+    """A value of the setting as a user would write it; empty if it is not set."""
     match value:
         case None:
             return ""
@@ -340,7 +339,7 @@ def written(row: Field[Any], value: Any) -> str:
 
 
 def limits(row: Field[Any]) -> str:
-    """The choices or the range of a setting; empty where anything is allowed."""
+    """The choices or the range of a setting; empty if anything is allowed."""
     meta = row.metadata
     if meta["choices"]:
         return "one of " + ", ".join(map(str, meta["choices"]))

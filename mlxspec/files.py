@@ -1,4 +1,4 @@
-"""Files that other processes may read at the same time: atomic writes, locks, sizes for people."""
+"""Files that other processes may read at the same time: atomic writes, locks, readable sizes."""
 
 import fcntl
 import json
@@ -32,8 +32,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def flush_file(path: Path) -> None:
-    """Have a file, and its name, on the medium when this returns: through the drive's own cache,
-    where macOS's fsync does not reach."""
+    """Flush a file and its name to the medium, through the drive's own cache, which macOS's fsync
+    does not flush."""
     with path.open("rb") as file:
         if sys.platform == "darwin":
             with suppress(OSError):  # not every file system supports it
@@ -62,14 +62,14 @@ def lock(path: Path, wait: bool = True) -> Iterator[bool]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where none can be read."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def format_size(count: int) -> str:
-    """Bytes for people: "512 B", "1.5 GB"; 1 KB is 1024 bytes."""
+    """Bytes as a readable size: "512 B", "1.5 GB"; 1 KB is 1024 bytes."""
     if count < 1024:
         return f"{count} B"
     value = count / 1024
@@ -83,20 +83,20 @@ def format_size(count: int) -> str:
 def weight_files(model: Path) -> list[Path]:
     """The files with a model's weights and those of a head beside them; in a head's own directory
     any safetensors."""
-    found = [file for pattern in WEIGHT_FILES for file in model.glob(pattern)]
-    return sorted(found or model.glob("*.safetensors"))
+    files = [file for pattern in WEIGHT_FILES for file in model.glob(pattern)]
+    return sorted(files or model.glob("*.safetensors"))
 
 
 def stamp(model: Path) -> str:
-    """What changes with the files in a model's directory."""
-    found = [(f.name, s.st_size, s.st_mtime_ns) for f in model.iterdir() if (s := _status(f))]
-    return repr(sorted(found))
+    """A text that changes with the files in a model's directory."""
+    facts = [(f.name, s.st_size, s.st_mtime_ns) for f in model.iterdir() if (s := _status(f))]
+    return repr(sorted(facts))
 
 
 def _status(file: Path) -> os.stat_result | None:
     try:
         return file.stat()
-    except OSError:  # a link that leads nowhere
+    except OSError:  # a broken link
         return None
 
 

@@ -1,6 +1,6 @@
-"""What /metrics shows: the engine's counters as of its last snapshot, and the requests' times.
+"""The page /metrics: the engine's counters as of its last snapshot, and the requests' times.
 
-Rule: a registry of our own, no global one; reading costs the engine nothing.
+Rule: our own registry, not the global one; reading costs the engine nothing.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MODEL = ("model",)
 
-# Of each model: names in `Stats`, and others that `_samples` makes.
+# Per model: names in `Stats`, and others that `_samples` adds.
 COUNTERS = {
     "steps": "Steps of the engine.",
     "rounds": "Rounds, one per sequence and step that produced tokens.",
@@ -49,7 +49,7 @@ GAUGES = {
     "kv_blocks": "KV blocks by state.",
     "exact_rows": "Rows of a step up to which a row's logits depend on no other, to the bit.",
 }
-# Of the process, whichever models are loaded: names in `Stats`.
+# Of the process, independent of the models: names in `Stats`.
 PROCESS = {
     "memory_pressure": "How short memory is: 0 normal, 1 short, 2 very short.",
     "footprint_bytes": "Memory of the process, as the system counts it.",
@@ -89,7 +89,7 @@ class Metrics:
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's part; the registry calls it."""
+        """The engine's metrics; the registry calls it."""
         served = self.models()
         for kind, suffix, table in (("counter", "_total", COUNTERS), ("gauge", "", GAUGES)):
             families = {name: Metric(f"mlxspec_{name}", text, kind) for name, text in table.items()}

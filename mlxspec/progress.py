@@ -19,10 +19,10 @@ def progress(text: str) -> Iterator[Report]:
     if not _terminal(sys.stderr):
         yield _log_lines(text)
         return
-    from rich.console import Console  # a server without a terminal starts without it
+    from rich.console import Console  # not imported by a server without a terminal
     from rich.progress import Progress
 
-    # Whole lines: what others print meanwhile goes through this console, above the bar.
+    # Whole lines: other output meanwhile goes through this console, above the bar.
     console = Console(stderr=True, soft_wrap=True)
     with Progress(console=console, transient=True, redirect_stdout=_terminal(sys.stdout)) as bar:
         task = bar.add_task(text, total=None, visible=False)

@@ -220,7 +220,9 @@ def attach_head(
     head = random_head(e.runner.model, kind)
     told = answers and head.slot_offset
     drafter = KnownHead(head, e.runner, answers) if told else HeadDrafter(head, e.runner)
-    e.scheduler.kv.rereads = head.slot_offset * head.kv_layers > 0 and e.scheduler.kv.states is None
+    e.scheduler.kv.recompute_last = (
+        head.slot_offset * head.kv_layers > 0 and e.scheduler.kv.states is None
+    )
     _propose(e, [drafter], row, depth)
     return drafter
 

@@ -290,8 +290,10 @@ def test_a_body_has_no_more_values_than_a_context_tokens() -> None:
     messages = b'{"messages": [%s]}' % b",".join([b'{"role": "user"}'] * (MAX_ITEMS + 1))
     brackets = b'{"tokens": [65], "x": %s%s}' % (b"[" * MAX_VALUES, b"]" * MAX_VALUES)
     objects = b'{"tokens": [65], "x": [%s{}]}' % (b"{}," * MAX_OBJECTS)
+    lists = b'{"tokens": [65], "x": [%s[]]}' % (b"[]," * MAX_OBJECTS)
     for kind, data, param in (
         (app.Detokenize, objects, "body"),
+        (app.Detokenize, lists, "body"),
         (app.Detokenize, many, "body"),
         (app.Detokenize, brackets, "body"),
         (openai_schema.Chat, messages, "messages"),
@@ -661,7 +663,15 @@ def test_an_answer_of_400_kb(tokenizer: Any, unit: str) -> None:
 # ----------------------------------------------------------------------------------------------
 
 HOLES = ["%s", '{"a": %s}']
-VERDICT = {"way": "a", "why": "", "parked": False, "least": 1, "most": 2, "error": 0.1, "gains": {}}
+VERDICT = {
+    "variant": "a",
+    "reason": "",
+    "parked": False,
+    "least": 1,
+    "most": 2,
+    "error": 0.1,
+    "gains": {},
+}
 COSTS = {"rows": GRID, "measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
 FIT = asdict(LayoutChoice("rows", True, False, CacheBytes(1, ((1, 1),), 0), 1))
 KNOWN = {"layout": FIT, "costs": COSTS, "kernels": ""}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag, written
+from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag, format_value
 from mlxspec.config import load as load_settings
 
 
@@ -96,7 +96,7 @@ def test_empty_variable_is_unset(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_takes_its_default_from_file_variable_and_flag(name: str, tmp_path: Path) -> None:
     value = getattr(Config(), name)
-    text = written(TABLE[name], value)
+    text = format_value(TABLE[name], value)
     toml = (
         repr(list(value))
         if isinstance(value, tuple)

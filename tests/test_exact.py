@@ -144,7 +144,9 @@ GRID = in_turn(
 # MLX's experts on a CPU are fp32 or quantized.
 GRID = [row for row in GRID if not ({CPU, "bf16"} < set(row.values) and row.values[0] in MOE)]
 GRID += in_turn(["llama", "qwen3_moe", "gemma3_text"], [CPU], NUMBERS[:1], DRAFTERS[:3], [(7, 0.8)])
-GRID += in_turn(["mamba2", "qwen3_5", "lfm2", "nemotron_h"], [CPU], ["fp32"], DRAFTERS[:2], [(7, 0.8)])
+GRID += in_turn(
+    ["mamba2", "qwen3_5", "lfm2", "nemotron_h"], [CPU], ["fp32"], DRAFTERS[:2], [(7, 0.8)]
+)
 GRID += in_turn(["qwen3"], ["M2", "M5", CPU], NUMBERS[1:3], ["mtp"], [(7, 0.8)])
 
 

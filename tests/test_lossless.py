@@ -183,7 +183,7 @@ def drafted(e: Engine, name: str) -> bool:
 
 def reread(e: Engine) -> int:
     """How many tokens more than the last a full hit leaves to compute."""
-    return int(e.scheduler.kv.rereads)
+    return int(e.scheduler.kv.recompute_last)
 
 
 def same(kind: str, outputs, all_of: dict[str, Request]) -> None:

@@ -1,7 +1,7 @@
 """The pool of KV blocks: reference counts, the prefix cache's index, and eviction.
 
 Rule: a block's content is reused only under its key, a hash chained over all tokens before it; only
-full, committed blocks have one. Block 0 is the null block: padding points there, nobody owns it.
+full, committed blocks have one. Block 0 is the null block, to which padding points; nobody owns it.
 """
 
 from collections import Counter, OrderedDict
@@ -33,7 +33,7 @@ def turned(parent: bytes) -> bytes:
 class BlockPool:
     """`size` blocks of `block_size` token slots; block 0 is reserved. Not thread-safe.
 
-    Of `free_blocks` those without content come first. A free block that is still in the index is
+    `free_blocks` starts with those without content. A free block that is still in the index is
     *idle*: it is shared again on a prefix match, or evicted.
     """
 
@@ -80,8 +80,8 @@ class BlockPool:
         return list(takewhile(self.by_key.__contains__, self.chain(tokens, turn=turn)))
 
     def match_partial(self, parent: bytes, tokens: Ids) -> tuple[int, int]:
-        """The block after `parent` that shares the most leading tokens with `tokens`, and how many
-        it shares; the null block and 0 where none shares any."""
+        """The block after `parent` that shares the most leading tokens with `tokens`, and their
+        number; the null block and 0 where none shares any."""
         best, most = NULL_BLOCK, 0
         siblings = self.partials.get(parent, {})
         for block, content in siblings.items():
@@ -100,10 +100,10 @@ class BlockPool:
     def cache(self, block: int, parent: bytes, tokens: Tokens, key: bytes = b"") -> None:
         """Index a block that holds `tokens` after the block with key `parent`, by its own `key`.
 
-        Without a key the block is partly filled: its first slots can be copied, as they are never
+        Without a key the block is partly filled, and a copy source: its first slots are never
         rewritten. The first block of a key stays, and a block keeps its key."""
-        known = block in self.keys or key in self.by_key
-        if known or block == NULL_BLOCK:
+        indexed = block in self.keys or key in self.by_key
+        if indexed or block == NULL_BLOCK:
             return
         self._evict(block)
         if key:
@@ -125,7 +125,7 @@ class BlockPool:
 
     @contextmanager
     def lent(self, tokens: int) -> Iterator[list[int]]:
-        """Blocks for so many tokens, as far as they are free, until the `with` ends."""
+        """Blocks for `tokens` tokens, or as many as are free, until the `with` ends."""
         needed = -(-tokens // self.block_size)
         table = self.allocate(min(needed, len(self.free_blocks))) or []
         try:
@@ -146,7 +146,7 @@ class BlockPool:
         """Drop a reference to each block, the last block first, so that a prefix is evicted last.
 
         A free block without content is the next to be allocated; `low_priority` content is evicted
-        before all other."""
+        before any other."""
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
@@ -178,7 +178,7 @@ class BlockPool:
             self.free([block])
 
     def evict_idle(self) -> int:
-        """Evict all idle blocks; how many they were."""
+        """Evict all idle blocks. Returns their number."""
         evicted = list(self.idle)
         self.evict(evicted)
         return len(evicted)
@@ -211,7 +211,7 @@ class BlockPool:
         return block
 
     def _take(self, block: int) -> None:
-        """Remove a block from the free ones."""
+        """Remove a block from the free list."""
         del self.free_blocks[block]
         self.idle.pop(block, None)
 

@@ -1,8 +1,8 @@
 """The prefix cache on disk: runs of KV blocks and recurrent states, each a safetensors file.
 
-Rule: what is read was checked against its digest; a damaged file is a miss, so that it costs a
-recomputation, never a wrong answer. Callers never wait: one thread writes, another reads. The
-directory's lock is held for each write, as models and processes share the directory and its limit.
+Rule: every file is checked against its digest when it is read; a damaged one is a miss, and costs a
+recomputation, never a wrong answer. Callers never wait: one thread writes, another reads. Each
+write holds the directory's lock, as models and processes share the directory and its limit.
 """
 
 import json
@@ -31,27 +31,27 @@ Keys = tuple[bytes, ...]  # of a run's blocks
 FORMAT = "4"
 MAX_QUEUED = 128 << 20  # bytes that wait to be written
 MAX_HEADER = 1 << 20  # bytes of a file's header
-TOUCH_BYTES = 1 << 14  # what a touch counts for in the queue
+TOUCH_BYTES = 1 << 14  # that a touch counts for in the queue
 
-WEIGHTS = {".safetensors", ".npz", ".gguf", ".py"}  # what mlx-lm computes with, beside config.json
+WEIGHTS = {".safetensors", ".npz", ".gguf", ".py"}  # files that mlx-lm uses, besides config.json
 SAMPLES, SAMPLE_BYTES = 16, 1 << 14  # of a weight file, spread evenly
 
 
 def fingerprint(model_dir: Path, about: Mapping[str, str], mtime: bool = True) -> str:
     """32 hex digits for a model and `about`: layout, bits, versions and all else that its KV
-    depends on. Of its files the name, size, `mtime` and samples count. Raises OSError."""
+    depends on. Hashes the name, size, `mtime` and samples of each file. Raises OSError."""
     digest = blake2b(digest_size=16)
     facts = json.dumps([FORMAT, sorted(about.items())])
     digest.update(facts.encode())
-    for path in sorted(model_dir.rglob("*")):  # a head may lie in a folder
+    for path in sorted(model_dir.rglob("*")):  # a head may be in a subdirectory
         if path.suffix not in WEIGHTS and path.name != "config.json":
             continue
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            changed = found.st_mtime_ns if mtime else 0
-            about_file = f"{path.relative_to(model_dir)} {found.st_size} {changed}"
+            status = os.fstat(file.fileno())
+            changed = status.st_mtime_ns if mtime else 0
+            about_file = f"{path.relative_to(model_dir)} {status.st_size} {changed}"
             digest.update(about_file.encode())
-            last = max(0, found.st_size - SAMPLE_BYTES)
+            last = max(0, status.st_size - SAMPLE_BYTES)
             for i in range(SAMPLES):
                 file.seek(i * last // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
@@ -65,7 +65,7 @@ def fingerprint(model_dir: Path, about: Mapping[str, str], mtime: bool = True) -
 class Run:
     """The KV of some blocks of a chain with their 16-byte keys, or one recurrent state.
 
-    Equal keys mean equal arrays. `arrays` are C-contiguous and must not change any more."""
+    Equal keys mean equal arrays. `arrays` are C-contiguous and must no longer change."""
 
     keys: Keys
     arrays: dict[str, np.ndarray]
@@ -125,8 +125,8 @@ def _digest(label: Label, arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def stored_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Every file of the cache under `root`; one whose name goes on after .safetensors is only
-    partly written. Raises OSError."""
+    """Every file of the cache under `root`; one whose name continues after .safetensors is
+    only partly written. Raises OSError."""
     folders = root.iterdir() if root.exists() else ()
     for folder in folders:
         for path in folder.glob("*.safetensors*"):
@@ -141,8 +141,8 @@ def stored_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 class DiskCache:
     """One model's runs: `<root>/<fingerprint>/<last key in hex>.safetensors`. `model` is its name.
 
-    `limit` bytes are for all models under `root`; the least recently used file, by mtime, goes
-    first. Methods are for the engine thread; only `flush` and `close` wait."""
+    `limit` bytes are for all models under `root`; the least recently used file, by mtime, is
+    evicted first. Methods are for the engine thread; only `flush` and `close` wait."""
 
     root: Path
     fingerprint: str
@@ -155,7 +155,7 @@ class DiskCache:
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
         self._keys: dict[Path, Keys] = {}
         self._warned = False
-        # By their names in `Stats`: the bytes of all models, and what this process did.
+        # Named as in `Stats`: the bytes of all models, and counts of this process.
         self.stats = Counter[str]()
         self._writer = ThreadPoolExecutor(1, "disk writer")
         self._reader = ThreadPoolExecutor(1, "disk reader")
@@ -167,7 +167,7 @@ class DiskCache:
 
     @property
     def queued(self) -> int:
-        """Bytes that wait to be written."""
+        """Bytes waiting to be written."""
         return self._submitted - self._done
 
     def __contains__(self, key: bytes) -> bool:
@@ -175,8 +175,8 @@ class DiskCache:
 
     def files(self, keys: Iterable[bytes]) -> list[Path]:
         """The files that hold these keys, each once, in the order of the keys."""
-        found = [self._paths[key] for key in keys if key in self._paths]
-        return list(dict.fromkeys(found))
+        paths = [self._paths[key] for key in keys if key in self._paths]
+        return list(dict.fromkeys(paths))
 
     def save(self, run: Run) -> bool:
         """Queue a run to be written; False if too much is queued."""
@@ -191,8 +191,8 @@ class DiskCache:
         return self._reader.submit(self._read, path)
 
     def touch(self, keys: Iterable[bytes]) -> list[Path]:
-        """The files that hold these keys, now marked as used, the first one last: the head of a
-        chain is then evicted after its tail."""
+        """Mark the files that hold these keys as used, the first one last: the head of a chain
+        is then evicted after its tail. Returns the files."""
         files = self.files(keys)
         self._submit(TOUCH_BYTES, self._touch, *reversed(files))
         return files
@@ -205,22 +205,22 @@ class DiskCache:
             path.unlink()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Delete the files that hold these keys, also those that are still to be written."""
+        """Delete the files that hold these keys, also those still to be written."""
         files = self.files(keys)
         for path in files:
             self._forget(path)
         self._submit(0, self._remove, *files)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that is queued was written; False if that took too long."""
+        """Wait until all that is queued is written; False after `timeout` seconds."""
         try:
             last = self._writer.submit(int)
-        except RuntimeError:  # the interpreter ends, and has waited for the writer before
+        except RuntimeError:  # the interpreter is exiting, and has waited for the writer
             return True
         return bool(wait([last], timeout).done)
 
     def close(self, timeout: float) -> bool:
-        """Flush, then give up what is still queued. No method may be called afterwards."""
+        """Flush, then drop what is still queued. No method may be called afterwards."""
         done = self.flush(timeout)
         for executor in (self._writer, self._reader):
             executor.shutdown(wait=False, cancel_futures=True)
@@ -234,7 +234,7 @@ class DiskCache:
     def _scan(self) -> None:
         folder = self.root / self.fingerprint
         for path in folder.glob("*.safetensors"):
-            if not path.is_file():  # a pipe would never be read, a link may lead nowhere
+            if not path.is_file():  # opening a pipe would block, a link may be broken
                 continue
             try:
                 with path.open("rb") as file:
@@ -242,7 +242,7 @@ class DiskCache:
                 self._add(path, label.run_keys())
             except ValueError:
                 self.discard(path)
-            except OSError as error:  # of this one alone
+            except OSError as error:  # of this file alone
                 self._warn(error)
 
     def _add(self, path: Path, keys: Keys) -> None:
@@ -282,7 +282,7 @@ class DiskCache:
     def _write(self, run: Run) -> None:
         path = self._path(run.keys)
         data = encode(run, self.fingerprint, self.model)
-        self._forget(path)  # until it is there
+        self._forget(path)  # until it is written
         path.unlink(missing_ok=True)  # a shorter run with the same end
         if len(data) <= self.limit:
             self._make_room(len(data))

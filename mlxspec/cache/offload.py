@@ -1,8 +1,8 @@
 """Offloads the prefix cache to disk: saves the blocks and states of finished prompts, and restores
 what a waiting prompt can reuse before it is admitted.
 
-Rule: only a prompt that gains by it waits for the disk. What is restored enters the pools as cached
-content and is found there by the ordinary prefix match; the rest is computed.
+Rule: only a prompt that gains by it waits for the disk. Restored blocks enter the pools as cached
+content, where the ordinary prefix match finds them; the rest is computed.
 """
 
 import time
@@ -20,21 +20,21 @@ from mlxspec.types import NULL_BLOCK, STATE, Seq
 RUN_BLOCKS, RUN_BYTES = 16, 1 << 24  # of a file, at most; one block at least
 MIN_GAIN = 4  # blocks that a restore must add to what memory has
 MAX_WAIT_S = 5.0  # for one file; then the prompt is computed
-MAX_CHAINS = 64  # that wait to be saved; the oldest is dropped first
+MAX_CHAINS = 64  # waiting to be saved; the oldest is dropped first
 MAX_BACKLOG = 64 << 20  # bytes queued for the disk, beyond which nothing more is exported
 POLL_S = 0.01
-BUSY_POLLS = 16  # of which one saves: an answer waits for the copy to the host
+BUSY_POLLS = 16  # polls to one save: an answer waits for the copy to the host
 
 Location = tuple[int, int]  # pool or STATE, index in a chain of blocks
 Locations = dict[bytes, Location]  # by key on disk
-Job = Iterator[bool]  # goes on with each poll: whether that did something
+Job = Iterator[bool]  # advances with each poll; yields whether that did something
 
 
 @dataclass(slots=True)
 class KVOffloader:
     """Copies between `disk` and one model's `cache`; `runner` is its model.runner.Runner.
 
-    Chains are saved one after the other, prompts restored one after the other. Engine thread only.
+    Saves one chain and restores one prompt at a time. Engine thread only.
     If anything fails, the disk is not used until the next start."""
 
     disk: DiskCache
@@ -43,7 +43,7 @@ class KVOffloader:
     broken: bool = False
     _polls: int = 0
     _saves: deque[Job] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
-    # By waiting sequence that was looked up; None: nothing (more) comes from the disk.
+    # By waiting sequence, once looked up; None: nothing (more) to restore.
     _restores: dict[Seq, Job | None] = field(default_factory=dict)
 
     @property
@@ -51,8 +51,8 @@ class KVOffloader:
         return bool(self._saves)
 
     def poll(self, busy: bool = False) -> bool:
-        """Enter a run that was read into the pools, and hand another to the writer, seldom if the
-        engine is `busy`; False where nothing of that can be done now."""
+        """Put a run that was read into the pools, and hand another to the writer, less often if
+        the engine is `busy`; False if neither can be done now."""
         if self.broken:
             return False
         self._polls += 1
@@ -69,7 +69,7 @@ class KVOffloader:
             return False
 
     def close(self, seconds: float) -> None:
-        """Save what is queued, for at most so many seconds."""
+        """Save what is queued, for at most `seconds`."""
         end = time.monotonic() + seconds
         while self.saving and time.monotonic() < end:
             if not self.poll():
@@ -84,8 +84,8 @@ class KVOffloader:
             self._saves.append(self._save(seq.block_hashes.copy()))
 
     def forget(self, hashes: Hashes) -> None:
-        """Delete these blocks and the states after them; what is being saved may be one of them,
-        and is saved later if not."""
+        """Delete these blocks and the states after them. Drops the save in progress, which may
+        be of them; one that is not is saved later."""
         if not hashes:
             return
         if self._saves:
@@ -101,8 +101,8 @@ class KVOffloader:
         return False
 
     def _save(self, hashes: Hashes) -> Job:
-        """Hand what the disk lacks of a chain to its writer. The blocks of windows count from the
-        last but one: the same prompt has a token left to compute."""
+        """Hand the part of a chain that the disk lacks to its writer. Of a window it is what
+        the last block sees: the same prompt has a token left to compute."""
         position = (len(hashes) - 1) * self.cache.block_size
         firsts = [(n, group.first(position)) for n, group in enumerate(self.cache.groups)]
         for number, first in (*firsts, (STATE, 0)):
@@ -119,20 +119,20 @@ class KVOffloader:
         self.disk.touch(hashes)
 
     def write(self, contents: Mapping[bytes, Any], exported: Any) -> None:
-        """Hand what was exported, by key on disk, to the writer."""
+        """Hand exported content, by key on disk, to the writer."""
         self.disk.save(Run(tuple(contents), self.runner.host(exported)))
 
     def _unsaved(self, number: int, hashes: Hashes) -> dict[bytes, Any]:
-        """What memory has and the disk lacks, by key on disk: blocks of a pool, or states."""
-        found: dict[bytes, Any] = {}
+        """Blocks of a pool, or states, that memory has and the disk lacks, by key on disk."""
+        contents: dict[bytes, Any] = {}
         if not self.runner.complete:  # the next start would miss a head's arrays
-            return found
+            return contents
         for key in hashes:
             name = _disk_key(key, number)
             content = self._in_memory(number, key)
             if content is not None and name not in self.disk:
-                found[name] = content
-        return found
+                contents[name] = content
+        return contents
 
     def _in_memory(self, number: int, key: bytes) -> Any:
         """The block with this hash, or the state after it; None where there is none."""
@@ -144,12 +144,12 @@ class KVOffloader:
     # ---- restoring
 
     def restoring(self, seq: Seq) -> bool:
-        """Whether the disk is still bringing what a waiting sequence can reuse."""
+        """Whether blocks of a waiting sequence are still being restored."""
         return self._restores.get(seq) is not None
 
     def start_restore(self, seq: Seq, match: PrefixMatch) -> bool:
         """Whether a sequence that could start with `match` should wait, as the disk has more that
-        it can reuse. Looks once for each."""
+        it can reuse. Looks up each sequence once."""
         if self.broken or seq in self._restores:
             return False
         least = match.length // self.cache.block_size + MIN_GAIN
@@ -158,11 +158,11 @@ class KVOffloader:
         return bool(hashes)
 
     def cancel(self, seq: Seq) -> None:
-        """The sequence starts or has ended."""
+        """Stop restoring: the sequence starts or has ended."""
         self._restores.pop(seq, None)
 
     def _restorable(self, seq: Seq, least: int) -> Hashes:
-        """The longest prefix of at least so many blocks that memory and disk have together."""
+        """The longest prefix of at least `least` blocks that memory and disk have together."""
         pool = self.cache.pool
         most = min(len(seq.tokens) - 1, len(pool.free_blocks) * pool.block_size)
         hashes = []
@@ -176,7 +176,7 @@ class KVOffloader:
         return ()
 
     def _needed(self, n: int) -> Iterator[Location]:
-        """All that a prompt needs which continues after `n` blocks; what few prefixes have comes
+        """All that a prompt needs to continue after `n` blocks; what few prefixes have comes
         first."""
         if self.cache.states is not None:
             yield STATE, n - 1
@@ -190,12 +190,12 @@ class KVOffloader:
         return in_memory or _disk_key(key, number) in self.disk
 
     def _restore(self, seq: Seq, hashes: Hashes) -> Job:
-        """Read the files that hold what memory lacks of a prefix, and enter their content into the
-        pools. Ends early where the disk takes too long, or something is lost or has no room."""
-        for pool in self.cache.pools:  # used now: what is restored must not evict it
-            known = [pool.by_key.get(key, NULL_BLOCK) for key in hashes]
-            pool.share(known)
-            pool.free(known)
+        """Read the files with the part of a prefix that memory lacks, and put it into the pools.
+        Ends early where the disk takes too long, a file is lost or there is no room."""
+        for pool in self.cache.pools:  # used now: restored blocks must not evict them
+            cached = [pool.by_key.get(key, NULL_BLOCK) for key in hashes]
+            pool.share(cached)
+            pool.free(cached)
         lacking: Locations = {}
         for number, i in self._needed(len(hashes)):
             if self._in_memory(number, hashes[i]) is None:
@@ -214,8 +214,8 @@ class KVOffloader:
                 read.cancel()
             run = read.result()
             if run and not self.runner.all_read(run.keys, MAX_WAIT_S):
-                for each in files[n:]:  # to be saved again by all
-                    self.disk.discard(each)
+                for path in files[n:]:  # all ranks save them again
+                    self.disk.discard(path)
                 return
             try:
                 if run is None or not self._enter(seq, hashes, lacking, run):
@@ -226,7 +226,7 @@ class KVOffloader:
             yield True
 
     def _restore_next(self) -> bool:
-        """Go on with the prompt that has waited longest."""
+        """Continue with the prompt that has waited longest."""
         for seq, job in self._restores.items():
             if job is not None:
                 progress = next(job, None)
@@ -236,22 +236,22 @@ class KVOffloader:
         return False
 
     def _enter(self, seq: Seq, hashes: Hashes, lacking: Locations, run: Run) -> bool:
-        """Enter a run into its pool or the states; False where it has no room."""
-        found = {n: lacking[name] for n, name in enumerate(run.keys) if name in lacking}
-        if not found:
+        """Put a run into its pool or the states; False if there is no room."""
+        locations = {n: lacking[name] for n, name in enumerate(run.keys) if name in lacking}
+        if not locations:
             return False
-        number, first = next(iter(found.values()))
+        number, first = next(iter(locations.values()))
         if number == STATE:
             assert self.cache.states is not None
             self.cache.states.put((hashes[first], ()), self.runner.place(STATE, (), run.arrays, ()))
             return True
         pool = self.cache.pools[number]
-        blocks = pool.allocate(len(found))
+        blocks = pool.allocate(len(locations))
         if blocks is None:
             return False
         try:
-            self.runner.place(number, blocks, run.arrays, list(found))
-            for block, (_, i) in zip(blocks, found.values(), strict=True):
+            self.runner.place(number, blocks, run.arrays, list(locations))
+            for block, (_, i) in zip(blocks, locations.values(), strict=True):
                 start = i * pool.block_size
                 tokens = tuple(seq.tokens[start : start + pool.block_size])
                 parent = pool.parent(hashes, i, self.cache.turn(seq))

@@ -14,8 +14,8 @@ from typing import Any
 from mlxspec.cache.blocks import BlockPool, Tokens
 from mlxspec.types import NULL_BLOCK, Seq
 
-WINDOW_STRIDE = 256  # blocks between two places of a long prompt where its window stays cached
-MIN_PROMPT = 4  # blocks of a prompt for which a state before its last token is worth a step
+WINDOW_STRIDE = 256  # blocks between the places in a long prompt where its window stays cached
+MIN_PROMPT = 4  # blocks to compute, above which a state before the last token is worth a step
 FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
 
 StateKey = tuple[bytes, Tokens]  # the hash of the last full block, the tokens after it
@@ -34,10 +34,10 @@ class Window:
     def min_blocks(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
         """Blocks, null block included, that always suffice for `sequences`: each holds its window
         and `1 + depth` rows of two steps; together they hold `chunk` prompt rows a step."""
-        own = tokens + 2 * (1 + depth)
-        own_blocks = math.ceil(own / block_size) + 2
+        rows = tokens + 2 * (1 + depth)
+        blocks_each = math.ceil(rows / block_size) + 2
         prompt_blocks = math.ceil(2 * chunk / block_size)
-        return 1 + sequences * own_blocks + prompt_blocks
+        return 1 + sequences * blocks_each + prompt_blocks
 
     def first(self, position: int) -> int:
         """Index of the first block that the row at `position` sees."""
@@ -60,8 +60,8 @@ class Window:
 class StateCache:
     """Snapshots of recurrent layers' states, from which a later request with the same prefix
     continues: up to `capacity`, then the least recently used is evicted. A long prompt leaves one
-    every `stride` blocks; `copy` gives a state memory of its own, so that it keeps no larger buffer
-    alive. Engine thread only."""
+    every `stride` blocks; `copy` copies a state to memory of its own, so that no larger buffer
+    stays alive. Engine thread only."""
 
     capacity: int
     stride: int
@@ -87,30 +87,29 @@ class StateCache:
 class PrefixMatch:
     """The cached prefix of a prompt, `length` tokens long.
 
-    `hashes` are those of its full blocks; `tables` the blocks to share, by pool; `sources` the
-    blocks whose first slots are copied after them; `state` that of the recurrent layers. `known`
-    tokens are cached in the full-attention pool, though another pool may be unable to continue
-    there."""
+    `hashes`: of its full blocks; `tables`: the blocks to share, by pool; `sources`: the blocks
+    whose first slots are copied after them; `state`: of the recurrent layers. `full_length` tokens
+    are cached in the full-attention pool, though another pool may be unable to continue there."""
 
     length: int = 0
     hashes: Hashes = ()
     tables: Sequence[list[int]] = ()
     sources: Sequence[int] = ()
     state: Any = None
-    known: int = 0
+    full_length: int = 0
 
 
 @dataclass
 class KVCacheManager:
-    """`pool` is that of full attention; `states` is there if the model has recurrent layers.
+    """`pool` is that of full attention; `states` is None without recurrent layers.
 
     `groups` and `pools` are all of them: full attention first, then the windows."""
 
     pool: BlockPool
     windows: Sequence[Window]
     states: StateCache | None
-    # A hit leaves one token more to compute, whose blocks hold what a head keeps of it.
-    rereads: bool = False
+    # A hit leaves one token more to compute, as its blocks also hold a head's K and V.
+    recompute_last: bool = False
     chunk: int = 0  # of prompts, computed whole: see Seq.whole_rows
 
     def __post_init__(self) -> None:
@@ -131,27 +130,26 @@ class KVCacheManager:
         return seq.whole_rows(self.chunk) // self.block_size if self.chunk else -1
 
     def match(self, tokens: Sequence[int], turn: int = -1) -> PrefixMatch:
-        """The longest reusable prefix of `tokens`, their last token excepted, of a sequence with
-        this `turn`. The pools do not change; the state that is found is now the most recently
-        used."""
+        """The longest reusable prefix of `tokens` without the last one, for a sequence with this
+        `turn`. The pools do not change; a matching state becomes the most recently used."""
         prompt = tuple(tokens[:-1])
-        found = self._match(prompt, len(prompt), turn)
-        if not self.rereads:
-            return found
+        match = self._match(prompt, len(prompt), turn)
+        if not self.recompute_last:
+            return match
         whole = max(0, turn * self.block_size)
-        while found.hashes and not found.sources and found.length > whole:
+        while match.hashes and not match.sources and match.length > whole:
             # The last token is computed again in a copy: the block itself is shared.
-            shared = len(found.hashes) - 1
-            found = self._match(prompt[: found.length], shared, turn)
-        if found.length > whole:
-            found.length -= 1
-        return found
+            shared = len(match.hashes) - 1
+            match = self._match(prompt[: match.length], shared, turn)
+        if match.length > whole:
+            match.length -= 1
+        return match
 
     def _match(self, prompt: Tokens, most: int, turn: int) -> PrefixMatch:
-        """The longest reusable prefix of `prompt`, of which at most so many blocks are shared."""
+        """The longest reusable prefix of `prompt` that shares at most `most` blocks."""
         size = self.block_size
         cached = self.pool.match(prompt, turn)[:most]
-        known = len(cached) * size
+        full_length = len(cached) * size
         tails: dict[bytes, list[Tokens]] = {}  # of the states, by the block before them
         for key, tail in self.states.kept if self.states else ():
             tails.setdefault(key, []).append(tail)
@@ -170,18 +168,18 @@ class KVCacheManager:
                 ends.sort(key=len, reverse=True)
                 ends += [t for t in tails.get(before, ()) if not t]
             for tail in ends:
-                found = [pool.match_partial(parent, tail) for pool in self.pools]
-                copied = min(length for _, length in found)
+                partials = [pool.match_partial(parent, tail) for pool in self.pools]
+                copied = min(length for _, length in partials)
                 if self.states is not None and copied < len(tail):
                     continue
                 tables = [group.table(hashes) for group in self.groups]
-                match = PrefixMatch(n * size + copied, hashes, tables, known=known)
+                match = PrefixMatch(n * size + copied, hashes, tables, full_length=full_length)
                 if self.states is not None:
                     match.state = self.states.use((parent if tail else before, tail))
                 if copied:
-                    match.sources = [block for block, _ in found]
+                    match.sources = [block for block, _ in partials]
                 return match
-        return PrefixMatch(known=known)
+        return PrefixMatch(full_length=full_length)
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
         """Index the full blocks of the sequence's first `upto` tokens and extend
@@ -216,18 +214,18 @@ class KVCacheManager:
             self.states.put(self._state_key(seq, upto), state)
 
     def forget(self, seq: Seq) -> Hashes:
-        """Take what the sequence has entered out of the prefix cache again, and return the hashes
-        of its blocks there. What it found there at first stays."""
+        """Remove what the sequence has added to the prefix cache, and return the hashes of those
+        blocks. The prefix that it matched stays."""
         first = min(seq.reported_cached // self.block_size, seq.shared)
         before = self.pool.parent(seq.block_hashes, first, self.turn(seq))
         gone = seq.block_hashes[first:]
         for pool, table in self._tables(seq):
-            found = {pool.by_key[key] for key in gone if key in pool.by_key}
-            pool.evict(found.union(table[first:]) & pool.parents.keys())
-        own = tuple(seq.tokens[first * self.block_size :])
+            cached = {pool.by_key[key] for key in gone if key in pool.by_key}
+            pool.evict(cached.union(table[first:]) & pool.parents.keys())
+        tokens = tuple(seq.tokens[first * self.block_size :])
         kept = self.states.kept if self.states else {}
         for key, tail in list(kept):
-            if key in gone or (key == before and tail and tail == own[: len(tail)]):
+            if key in gone or (key == before and tail and tail == tokens[: len(tail)]):
                 kept.pop((key, tail))
         del seq.block_hashes[first:]
         return gone
@@ -240,7 +238,7 @@ class KVCacheManager:
         return self.pool.parent(seq.block_hashes, n, turn), tuple(tail)
 
     def evict_cached(self) -> None:
-        """Evict all that no sequence uses."""
+        """Evict everything that no sequence uses."""
         if self.states is not None:
             self.states.kept.clear()
         for pool in self.pools:
@@ -260,23 +258,23 @@ class KVCacheManager:
             pool.share(table)
         if match.sources and not self.allocate(seq, 1):  # no block to copy to
             self.free(seq)
-            return self.allocate_prefix(seq, PrefixMatch(known=match.known))
+            return self.allocate_prefix(seq, PrefixMatch(full_length=match.full_length))
         copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
         seq.block_hashes = list(match.hashes)
         seq.shared = len(match.hashes)
         seq.state = match.state
         seq.computed = match.length
         seq.branch_points = []
-        if match.known > match.length:
-            seq.branch_points.append(match.known // self.block_size)
-        left = seq.prompt_len - match.length
-        if self.states is None or left > MIN_PROMPT * self.block_size:
+        if match.full_length > match.length:
+            seq.branch_points.append(match.full_length // self.block_size)
+        remaining = seq.prompt_len - match.length
+        if self.states is None or remaining > MIN_PROMPT * self.block_size:
             last = (seq.prompt_len - 1) // self.block_size
             seq.branch_points.append(last)
         return copies
 
     def blocks_needed(self, seq: Seq, upto: int) -> int:
-        """Blocks that each of the sequence's tables lacks to hold `upto` tokens."""
+        """Blocks that each of the sequence's tables still needs for `upto` tokens."""
         needed = math.ceil(upto / self.block_size)
         return max(0, needed - len(seq.table))
 
@@ -316,7 +314,7 @@ class KVCacheManager:
         return min(rows, stop * self.block_size - seq.computed)
 
     def free(self, seq: Seq) -> None:
-        """Take all blocks and the state from the sequence."""
+        """Free the sequence's blocks and drop its state."""
         for pool, table in self._tables(seq):
             pool.free(table)
         seq.table = []
@@ -326,7 +324,7 @@ class KVCacheManager:
         seq.computed = 0
 
     def check(self, seqs: Iterable[Seq]) -> None:
-        """Assert every invariant of the pools and of `seqs`, which are all there are."""
+        """Assert every invariant of the pools and of `seqs`, all that there are."""
         for i, pool in enumerate(self.pools):
             pool.check([seq.tables[i] for seq in seqs])
         for seq in seqs:

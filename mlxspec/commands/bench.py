@@ -1,4 +1,4 @@
-"""`mlxspec bench`: the same prompts with speculation and without it, in turn, on one engine.
+"""`mlxspec bench`: runs the same prompts with and without speculation, in turn, on one engine.
 
 Rule: each side starts with an empty prefix cache and drafters without earlier answers. Measured
 step times and acceptance rates are kept, as in a server.
@@ -88,7 +88,7 @@ TASKS = 8  # of each workload, or as many as run at the same time
 
 @dataclass(frozen=True)
 class Task:
-    """One user message. `opening` starts the answer: or a small model talks before the code."""
+    """One user message. `opening` starts the answer: else a small model talks before the code."""
 
     name: str
     text: str
@@ -103,7 +103,7 @@ def tasks_of(workload: str) -> list[Task]:
 
 
 def edits() -> list[Task]:
-    """To rename a name in code of the standard library, where this Python has it."""
+    """Tasks to rename a name in code of the standard library, if this Python has it."""
     tasks = []
     for path, old, new in map(str.split, RENAMES.strip().splitlines()):
         with suppress(AttributeError, ImportError, OSError, TypeError):  # moved, or without source
@@ -116,12 +116,12 @@ def edits() -> list[Task]:
     return tasks
 
 
-# Of each prompt: its name, and its answers without speculation and with it.
+# For each prompt its name, and its answers without and with speculation.
 Pairs = list[tuple[str, Answer, Answer]]
 
 
 def seconds(answer: Answer) -> float:
-    """From the first tokens to the last."""
+    """Seconds from the first tokens to the last."""
     return max(answer[-1][0] - answer[0][0], 1e-9)
 
 
@@ -131,14 +131,14 @@ def speed(answer: Answer) -> float:
 
 
 def figures(pairs: Pairs) -> dict[str, float]:
-    """Medians over the prompts, and ratios of their sums. Times and speeds are of one stream."""
+    """Medians over the prompts, and ratios of their sums. Times and speeds are per stream."""
     tokens = rounds = drafted = accepted = 0
     plain_s = fast_s = 0.0
     for _, plain, fast in pairs:
         plain_s += seconds(plain)
         fast_s += seconds(fast)
         tokens += len(tokens_of(fast))
-        last = fast[-1][1]  # its counts are of the whole answer
+        last = fast[-1][1]  # its counts are for the whole answer
         rounds += last.rounds
         drafted += last.drafted
         accepted += last.accepted
@@ -165,7 +165,7 @@ def run_group(
 
 
 def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids, by the chat template where the model has one."""
+    """Token ids of a task, by the chat template if the model has one."""
     if not tokenizer.has_chat_template:
         return tuple(encode(tokenizer, f"{task.text}\n\n{task.opening}"))
     ids = render_chat(tokenizer, [{"role": "user", "content": task.text}])
@@ -187,13 +187,13 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
                 Request(task.name, prompt, max_tokens, sampling=Sampling(0.0), stop_tokens=stop),
             )
         pairs = measure(engine, speculator, requests, streams)
-        found = figures(pairs)
-        rows.append([name, *(f"{value:.4g}" for value in found.values())])
+        results = figures(pairs)
+        rows.append([name, *(f"{value:.4g}" for value in results.values())])
         for prompt_name, plain, fast in pairs:
             if tokens_of(plain) != tokens_of(fast):
                 differing.append(prompt_name)
     print(f"{info.name}, greedy, up to {max_tokens} tokens a prompt, prompts at a time: {streams}")
-    print_table(["workload", *found], rows)
+    print_table(["workload", *results], rows)
     if differing:
         print("Answers that differ with speculation:", *differing)
         return 1
@@ -209,7 +209,7 @@ def measure(
 ) -> Pairs:
     """Run the requests on both sides, `streams` at a time; the side that goes first alternates."""
     sides = [NoSpeculation(), speculator]
-    for side in sides:  # the first passes of a shape take longer
+    for side in sides:  # the first passes of a shape are slower
         run_group(engine, side, requests[:streams])
     pairs: Pairs = []
     with progress("Answering prompts") as report:

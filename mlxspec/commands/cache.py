@@ -1,6 +1,6 @@
 """`mlxspec cache`: shows and deletes the prefix cache on disk and recorded answers.
 
-Rule: it works on the directory, whether a server runs or not.
+Rule: it works on the directory, whether or not a server runs.
 """
 
 from contextlib import ExitStack, suppress
@@ -19,8 +19,8 @@ ANSWERS = f"answers/{STORED}*.jsonl"
 
 @dataclass
 class ModelUsage:
-    """What is cached of one model, by the labels of its files, which are not verified. `blocks`
-    counts recurrent states too; `used` is unix time."""
+    """The cache of one model, by the labels of its files, which are not verified. `blocks` counts
+    recurrent states too; `used` is unix time."""
 
     fingerprint: str
     model: str = "?"
@@ -32,11 +32,11 @@ class ModelUsage:
 
 
 def survey(root: Path) -> list[ModelUsage]:
-    """Every model's share, the last used first. Raises OSError."""
-    found: dict[str, ModelUsage] = {}
+    """The usage of each model, most recently used first. Raises OSError."""
+    usages: dict[str, ModelUsage] = {}
     for path, status in stored_files(root):
         fingerprint = path.parent.name
-        usage = found.setdefault(fingerprint, ModelUsage(fingerprint))
+        usage = usages.setdefault(fingerprint, ModelUsage(fingerprint))
         usage.bytes += status.st_size
         usage.used = max(usage.used, status.st_mtime)
         try:
@@ -48,7 +48,7 @@ def survey(root: Path) -> list[ModelUsage]:
         usage.model = label.model
         usage.files += 1
         usage.blocks += len(label.run_keys())
-    return sorted(found.values(), key=lambda usage: -usage.used)
+    return sorted(usages.values(), key=lambda usage: -usage.used)
 
 
 def show(config: Config) -> None:
@@ -69,13 +69,13 @@ def show(config: Config) -> None:
 def totals(config: Config) -> None:
     """Print the sums over all models, and the limit."""
     root = prompts_of(config)
-    found = survey(root)
+    usages = survey(root)
     print(f"directory  {root}")
-    print(f"models     {len(found)}")
-    print(f"files      {sum(usage.files for usage in found)}")
-    print(f"blocks     {sum(usage.blocks for usage in found)}")
-    print(f"damaged    {sum(usage.damaged for usage in found)}")
-    print(f"bytes      {format_size(sum(usage.bytes for usage in found))}")
+    print(f"models     {len(usages)}")
+    print(f"files      {sum(usage.files for usage in usages)}")
+    print(f"blocks     {sum(usage.blocks for usage in usages)}")
+    print(f"damaged    {sum(usage.damaged for usage in usages)}")
+    print(f"bytes      {format_size(sum(usage.bytes for usage in usages))}")
     limit = format_size(config.disk_bytes) if config.disk_bytes else "off"
     print(f"limit      {limit}")
     recorded = sum(path.stat().st_size for path in cache_of(config).glob(ANSWERS))
@@ -83,17 +83,16 @@ def totals(config: Config) -> None:
 
 
 def clear(cache: Path) -> None:
-    """Delete all files, and print how many they were. A running server just misses them.
-    Raises OSError."""
+    """Delete all files and print how many. A running server just misses them. Raises OSError."""
     files = freed = 0
     prompts = cache / "prompts"
     with lock(prompts / "lock"), lock(cache / "answers/lock"), ExitStack() as trainings:
-        found = [path for path, _ in stored_files(prompts)] + list(cache.glob(ANSWERS))
+        paths = [path for path, _ in stored_files(prompts)] + list(cache.glob(ANSWERS))
         for work in cache.glob(f"training/{STORED}"):
             if trainings.enter_context(lock(work.with_name(f"{work.name}.lock"), wait=False)):
-                found += work.iterdir()
-        for path in found:
-            with suppress(OSError):  # evicted meanwhile; a folder that is not empty yet
+                paths += work.iterdir()
+        for path in paths:
+            with suppress(OSError):  # evicted meanwhile, or a folder that is not empty yet
                 freed += path.lstat().st_size
                 path.unlink()
                 files += 1

@@ -62,12 +62,12 @@ def chat(
 
 def answer(url: str, api_key: str, body: Json, text: str) -> None:
     """Print one answer and its reasoning as they stream, and append question and answer to
-    `body["messages"]`. Ctrl-C stops it; what came of the answer stays in the conversation."""
+    `body["messages"]`. Ctrl-C stops it; a partial answer stays in the conversation."""
     messages = [*body["messages"], {"role": "user", "content": text}]
-    sent = body | {"messages": messages}
+    payload = body | {"messages": messages}
     reply, thinking = "", False
     try:
-        with request(url, api_key, "POST", "/v1/chat/completions", sent) as response:
+        with request(url, api_key, "POST", "/v1/chat/completions", payload) as response:
             for event in _events(response):
                 for choice in event["choices"]:
                     if thought := choice["delta"].get("reasoning_content"):
@@ -115,7 +115,7 @@ def _prompt() -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Without control characters: a model must not control the terminal."""
+    """The text without control characters: a model must not control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 

@@ -1,6 +1,6 @@
 """`mlxspec doctor`: checks of the machine, the installation, the server, the model and the kernels.
 
-Rule: it only looks. It starts, downloads and writes nothing, and reads no weights beyond headers.
+Rule: it starts, downloads and writes nothing, and reads no weights except their headers.
 """
 
 import json
@@ -24,7 +24,7 @@ from mlxspec.types import UserError, printable
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report; the text of a broken one ends with the fix."""
+    """One line of the report; if it is broken, the text ends with the fix."""
 
     name: str
     text: str
@@ -82,10 +82,10 @@ def _server(config: Config) -> Check:
 
 
 def _installation(config: Config) -> Iterator[Check]:
-    """What needs mlx: versions, memory, Metal or BLAS, and the cache."""
+    """Checks that need mlx: versions, memory, Metal or BLAS, and the cache."""
     library = blas.load()
     from mlxspec.engine import memory
-    from mlxspec.kernels.verify import machine, missing
+    from mlxspec.kernels.verify import machine, unavailable
     from mlxspec.model.hub import cache_of
 
     packages = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
@@ -94,8 +94,8 @@ def _installation(config: Config) -> Iterator[Check]:
     if sys.platform != "darwin":
         slow = "MLX's own: 10 to 30 times slower; the log line above says why"
         yield Check("blas", library.name if library else slow, broken=not library)
-    elif missing():
-        yield Check("metal", f"{missing()}; unset MLX_ variables that hide the GPU", broken=True)
+    elif reason := unavailable():
+        yield Check("metal", f"{reason}; unset MLX_ variables that hide the GPU", broken=True)
     folder = cache_of(config).absolute()
     while not os.path.exists(folder):  # Path.exists raises where a folder may not be searched
         folder = folder.parent
@@ -109,7 +109,7 @@ def _models(config: Config) -> Iterator[Check]:
     """Each model that `serve` would load, with its draft model."""
     from mlxspec.load.resolve import models_of, on_disk
 
-    most = room(config)
+    limit = room(config)
     for name in models_of(config):
         try:
             path = on_disk(name, config)
@@ -117,15 +117,15 @@ def _models(config: Config) -> Iterator[Check]:
             yield Check("model", str(error), broken=True)
             continue
         if not path:
-            yield Check("model", f"{name}: not downloaded; mlxspec pull does that")
+            yield Check("model", f"{name}: not downloaded; run: mlxspec pull")
             continue
         size = weight_bytes(path)
         text = f"{name}: {format_size(size)} in {path}"
-        flaws, large = damage(path), size > most
+        flaws, large = damage(path), size > limit
         if flaws:
             text = f"{name}: {'; '.join(flaws)}; remove the directory and run: mlxspec pull"
         elif large:
-            text += f" do not fit into {format_size(most)} of memory; give a smaller model"
+            text += f" do not fit into {format_size(limit)} of memory; give a smaller model"
         yield Check("model", text, broken=large or bool(flaws))
         if not flaws and (found := _exactness(path, config)):
             yield Check("exact", f"{name}: {found}")
@@ -143,7 +143,7 @@ def _exactness(path: Path, config: Config) -> str:
 
 
 def _kernels(config: Config) -> Iterator[Check]:
-    """What is known of our kernels on this machine."""
+    """The verdicts on our kernels on this machine."""
     from mlxspec.kernels.verify import VerdictFile
     from mlxspec.load.loader import KERNELS_DIR
     from mlxspec.model.hub import cache_of
@@ -151,11 +151,11 @@ def _kernels(config: Config) -> Iterator[Check]:
     if not config.kernels:
         yield Check("kernels", "off by your settings")
         return
-    known = VerdictFile(cache_of(config) / KERNELS_DIR).load()
-    if not known:
+    verdicts = VerdictFile(cache_of(config) / KERNELS_DIR).load()
+    if not verdicts:
         yield Check("kernels", "not tested on this machine yet; serve does that on a Mac")
-    for name, verdict in known.items():
-        state = f"not used: {verdict.why}"
-        if verdict.way:
+    for name, verdict in verdicts.items():
+        state = f"not used: {verdict.reason}"
+        if verdict.variant:
             state = f"used for {verdict.least} to {verdict.most} rows"
         yield Check("kernels", f"{name}: {state}")

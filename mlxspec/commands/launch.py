@@ -1,7 +1,7 @@
-"""`mlxspec launch`: a coding agent on the running server, set up by the variables and flags of
+"""`mlxspec launch`: starts a coding agent on the running server, with the variables and flags of
 agents.toml.
 
-Rule: it writes no file of the agent's, and the agent gets the user's arguments unchanged.
+Rule: it writes none of the agent's files, and the agent gets the user's arguments unchanged.
 """
 
 import json
@@ -85,27 +85,27 @@ def launch(
     api_key: Key = None,
 ) -> None:
     """Start a coding agent on the running server. It changes none of the agent's files."""
-    known = AGENTS.get(agent)
-    if not known:
+    entry = AGENTS.get(agent)
+    if not entry:
         raise ClientError(f"AGENT = {agent!r} is not known; give one of {', '.join(AGENTS)}")
     if not show and not shutil.which(agent):
-        raise ClientError(f"{agent} is not installed; install it with: {known['install']}")
+        raise ClientError(f"{agent} is not installed; install it with: {entry['install']}")
     server, key = server_of(url, api_key)
     with request(server, key, "GET", f"/v1/models/{quote(model)}") as response:
-        found = json.load(response)
-        context = int(found["context_window"])
-        variables, flags = settings_of(agent, server, key or "none", found["id"], context)
-    prompt = known.get("prompt", 0)
+        info = json.load(response)
+        context = int(info["context_window"])
+        variables, flags = settings_of(agent, server, key or "none", info["id"], context)
+    prompt = entry.get("prompt", 0)
     if prompt * 2 > context:
         print(
             f"warning: {agent}'s own prompt takes about {prompt:,} of the context's {context:,}"
             " tokens; serve a model with a longer context, or raise --context",
             file=sys.stderr,
         )
-    own = args or []
-    if own[:1] == ["--"]:
-        del own[0]
-    command = [agent, *flags, *own]
+    words = args or []
+    if words[:1] == ["--"]:
+        del words[0]
+    command = [agent, *flags, *words]
     if show:
         print(*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), end=" ")
         print(shlex.join(command))

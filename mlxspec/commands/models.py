@@ -1,6 +1,6 @@
 """The models on this disk: their names and sizes, whether they are complete, and downloads.
 
-Rule: listing downloads nothing and reads no weights beyond their headers.
+Rule: listing downloads nothing and reads no weights except their headers.
 """
 
 import json
@@ -16,7 +16,7 @@ from mlxspec.files import format_size, read_json, weight_bytes, weight_files, wr
 from mlxspec.types import UnsupportedModel, UserError
 
 TOOLS_FILE = "tools.json"  # in the cache directory
-MAX_KNOWN = 200  # versions of tokenizers' files in it
+MAX_CACHED = 200  # versions of tokenizers' files in it
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,32 @@ def local_models(config: Config) -> list[LocalModel]:
     from mlxspec.model.layout import has_code
     from mlxspec.speculate.heads.files import find_head
 
-    known, found, there = cards(), [], installed()
-    for name in dict.fromkeys((*models_of(config), *known, *sorted(there))):
+    catalog, local, downloaded = cards(), [], installed()
+    for name in dict.fromkeys((*models_of(config), *catalog, *sorted(downloaded))):
         try:
-            path = there.get(name) or on_disk(name, config)
+            path = downloaded.get(name) or on_disk(name, config)
         except UnsupportedModel:  # of the settings
-            found.append(LocalModel(name, "model", None, 0, fits="incomplete"))
+            local.append(LocalModel(name, "model", None, 0, fits="incomplete"))
             continue
         if not path:
-            size = known[name].source.bytes if name in known else 0
-            found.append(LocalModel(name, "head" if target_of(name) else "model", None, size))
+            size = catalog[name].source.bytes if name in catalog else 0
+            local.append(LocalModel(name, "head" if target_of(name) else "model", None, size))
             continue
         head, size = find_head(path), weight_bytes(path)
         if head.standalone:
-            found.append(LocalModel(name, "head", path, size))
-        elif name not in there or has_code(head.config):
+            local.append(LocalModel(name, "head", path, size))
+        elif name not in downloaded or has_code(head.config):
             fits, tools, drafts = _fits(config, path, size), "", ""
             if fits != "incomplete":
-                tools = _known_tools(path, cache_of(config) / TOOLS_FILE)
+                tools = _cached_tools(path, cache_of(config) / TOOLS_FILE)
             if config.speculate and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            found.append(LocalModel(name, "model", path, size, fits=fits, tools=tools, head=drafts))
-    return found
+            local.append(LocalModel(name, "model", path, size, fits=fits, tools=tools, head=drafts))
+    return local
 
 
 def room(config: Config) -> int:
-    """Bytes that a model's weights may take here, with nothing cached and whatever else runs."""
+    """Bytes that a model's weights may take here, with nothing cached, whatever else runs."""
     from mlxspec.engine.memory import headroom, total
     from mlxspec.model.meter import working_set
 
@@ -90,8 +90,7 @@ def _fits(config: Config, path: Path, size: int) -> str:
 
 
 def tools_of(path: Path) -> str:
-    """How the calls of a model are read and forced, by its tokenizer, which takes a second to
-    load."""
+    """How the calls of a model are read and forced. Loading its tokenizer takes a second."""
     from mlxspec.text.chat import load_tokenizer
     from mlxspec.text.proof import call_support
 
@@ -101,31 +100,31 @@ def tools_of(path: Path) -> str:
         return str(error)
 
 
-def _known_tools(path: Path, file: Path) -> str:
-    """The same, from a file, which has it for each version of a tokenizer's files."""
-    hashed = blake2b(__version__.encode(), digest_size=16)
-    for each in sorted((*path.glob("*token*"), *path.glob("chat_template*"))):
-        hashed.update(each.read_bytes())
-    known, key = read_json(file), hashed.hexdigest()
-    if key not in known:
-        known = dict([*known.items(), (key, tools_of(path))][-MAX_KNOWN:])
+def _cached_tools(path: Path, file: Path) -> str:
+    """The same, from a file that caches it for each version of a tokenizer's files."""
+    digest = blake2b(__version__.encode(), digest_size=16)
+    for part in sorted((*path.glob("*token*"), *path.glob("chat_template*"))):
+        digest.update(part.read_bytes())
+    cached, key = read_json(file), digest.hexdigest()
+    if key not in cached:
+        cached = dict([*cached.items(), (key, tools_of(path))][-MAX_CACHED:])
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(known).encode())
-    return str(known[key])
+        write_atomic(file, json.dumps(cached).encode())
+    return str(cached[key])
 
 
 def damage(path: Path) -> list[str]:
-    """What is wrong with the weights in a model's directory: unreadable or cut off."""
+    """The unreadable or truncated weight files in a model's directory, with the reason."""
     from safetensors import SafetensorError, safe_open
 
-    found = []
+    flaws = []
     for file in weight_files(path):
         try:
             with safe_open(file, "numpy"):
                 pass
         except (OSError, SafetensorError) as error:
-            found.append(f"{file}: {error}")
-    return found
+            flaws.append(f"{file}: {error}")
+    return flaws
 
 
 def pull(model: Model = None) -> None:
@@ -133,20 +132,20 @@ def pull(model: Model = None) -> None:
     blas.load()
     from mlxspec.load.resolve import resolve_model
 
-    found = resolve_model(load({"model": model}))
-    for one in (found, found.draft):
+    resolved = resolve_model(load({"model": model}))
+    for one in (resolved, resolved.draft):
         if one:
             print(f"{one.name} is in {one.path}, {format_size(weight_bytes(one.path))}")
 
 
 def models(as_json: AsJson = False) -> None:
     """List the models on this disk, and those that can be downloaded by name."""
-    found = local_models(load({}))
+    local = local_models(load({}))
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=2, default=str))
+        print(json.dumps([asdict(one) for one in local], indent=2, default=str))
         return
     rows = []
-    for one in found:
+    for one in local:
         path = str(one.path or "not downloaded").replace(str(Path.home()), "~")
         rows.append(
             (one.name, one.kind, format_size(one.bytes), one.fits, one.tools, one.head, path),

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the server that a command is for."""
+"""Options that several commands share, and the server that a command uses."""
 
 import inspect
 import logging
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from mlxspec.config import ARGUMENTS, TABLE, flag, kind_of, limits, load, url_of, written
+from mlxspec.config import ARGUMENTS, TABLE, flag, format_value, kind_of, limits, load, url_of
 from mlxspec.service.launchd import installed_url
 from mlxspec.types import printable
 
@@ -37,7 +37,7 @@ Url = Annotated[
     str | None,
     typer.Option(
         metavar="<url>",
-        help="Where the server is, such as http://127.0.0.1:8080; default: the installed service,"
+        help="URL of the server, such as http://127.0.0.1:8080; default: the installed service,"
         " else host and port of your settings.",
     ),
 ]
@@ -63,19 +63,19 @@ Workload = Literal["edits", "code", "chat", "all"]
 
 
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:
-    """URL and API key of the server that a command is for: the one given, else the installed
+    """URL and API key of the server that a command uses: by its flags, else the installed
     service's, else the settings'. The settings' key is sent to no other server."""
     config = load({})
-    own = installed_url() or url_of(config.host, config.port)
-    url = (url or own).rstrip("/").removesuffix("/v1")
-    if not key and url == own:
+    default = installed_url() or url_of(config.host, config.port)
+    url = (url or default).rstrip("/").removesuffix("/v1")
+    if not key and url == default:
         key = config.api_key
     return url, key or ""
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at that moment: rich's own while a bar is shown, which puts
-    the line above the bar."""
+    """Writes to the current `sys.stderr`: while a bar is shown it is rich's, which puts the line
+    above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -83,8 +83,8 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class Line(logging.LogRecord):
-    """A record in one line, also where another library's handler writes it: text from elsewhere
-    controls no terminal and begins no line of the log."""
+    """A record in one line, also in another library's handler: text from outside cannot control
+    the terminal or begin a line of the log."""
 
     def getMessage(self) -> str:
         return printable(" ".join(super().getMessage().split("\n")).rstrip())
@@ -99,7 +99,7 @@ class LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: str) -> None:
-    """Our own log at `level`; warnings and errors of other libraries."""
+    """Show our log from `level` on, and warnings and errors of other libraries."""
     logging.setLogRecordFactory(Line)
     handler = StderrHandler()
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
@@ -108,7 +108,7 @@ def log_to_stderr(level: str) -> None:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command an argument or flag for each row of the settings' table."""
+    """Give a command an argument or flag for each row of the settings' table."""
     parameters = list(map(_parameter, TABLE))
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -121,7 +121,7 @@ def _parameter(setting: str) -> inspect.Parameter:
     choices = list(map(str, row.metadata["choices"]))
     if values and "|" not in kind:
         text += f" Values: {values}."
-    if default := written(row, row.default):
+    if default := format_value(row, row.default):
         text += f" Default: {default}."
     value: Any = str
     info: Any = typer.Option(

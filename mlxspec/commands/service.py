@@ -52,8 +52,8 @@ def _add_action(name: str) -> None:
         print(getattr(launchd, name)())
 
 
-for each in ACTIONS:
-    _add_action(each)
+for action in ACTIONS:
+    _add_action(action)
 
 
 @service.command("status")

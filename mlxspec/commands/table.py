@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 from mlxspec.types import printable
 
-WIDTH = 240  # characters, where stdout is no terminal
+WIDTH = 240  # characters, if stdout is not a terminal
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A line for each row; what is too wide for the terminal is folded."""
+    """Print a line per row; text that is too wide for the terminal is folded."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

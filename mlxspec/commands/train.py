@@ -1,6 +1,6 @@
-"""`mlxspec train`: makes a head for a model, on this machine and from what stays on it.
+"""`mlxspec train`: trains a draft head for a model, on this machine and from local data.
 
-Rule: a running server comes first: while it has a request, no step is made here.
+Rule: a running server has priority: while it has a request, training pauses.
 """
 
 import sys
@@ -31,12 +31,12 @@ from mlxspec.training.collect import answers_to, collect, tokens_of  # noqa: E40
 from mlxspec.training.eagle import new_head  # noqa: E402
 from mlxspec.training.recorder import recorded  # noqa: E402
 from mlxspec.training.run import (  # noqa: E402
-    MADE,
+    RECORD,
     drop_others,
     install,
-    known_head,
     run,
     save_head,
+    trained_head,
 )
 from mlxspec.training.samples import (  # noqa: E402
     Sample,
@@ -59,23 +59,23 @@ from mlxspec.training.trainer import (  # noqa: E402
 )
 
 PARALLEL = 32  # answers at a time
-ANSWER = 256  # most tokens of an answer
+ANSWER = 256  # maximum tokens of an answer
 CONTEXT = 4 * LENGTH  # of a prompt and its answer
-ROWS_PER_TOKEN = 1.5  # with prompts and padding; of answers to our prompts it is 1.4
+ROWS_PER_TOKEN = 1.5  # with prompts and padding; it is 1.4 for answers to our prompts
 TRIED = 8  # tokens of each answer that is timed
 WARM = 0.7  # temperature of every second answer
-KNOWN_RATE = 0.3  # of the learning rate, for a head that knows something: NOTES.md
+KNOWN_RATE = 0.3  # of the learning rate, for a head that is already trained: NOTES.md
 VOCABULARY = 16_384  # of a new head
-ASK_S = 1.0  # between two questions to the server
-PATIENCE = 60  # questions: it may restart, or be stuck for a while
+ASK_S = 1.0  # between two status queries to the server
+PATIENCE = 60  # queries: the server may restart, or be stuck for a while
 MEASURED = 32  # held-out windows
-COMPARED, COMPARED_TOKENS = 8, 96  # held-out prompts at the end, most tokens of each answer
+COMPARED, COMPARED_TOKENS = 8, 96  # held-out prompts at the end, maximum tokens of each answer
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. `data`: a directory of texts; `tokens`: of all that is learned from;
-    `vocabulary`: how many tokens the head can draft; None: as many as the one that is there."""
+    """Options of the command. `data`: a directory of texts; `tokens`: size of the training data;
+    `vocabulary`: number of tokens that the head can draft; None: as many as the existing head."""
 
     data: str | None
     tokens: int
@@ -85,61 +85,61 @@ class Options:
 
 @dataclass
 class Server:
-    """The server that is not to be disturbed, if one runs."""
+    """The server that has priority, if one runs."""
 
     url: str
     api_key: str
-    asked: float = 0.0
-    unwell: int = 0  # questions without a usable answer, in a row
+    polled: float = 0.0  # time of the last query
+    unwell: int = 0  # queries without a usable answer, in a row
 
     def wait(self) -> None:
-        """Return once it has no request. Raises UserError where it cannot say what it does: because
-        of a wrong key, for example, at the first question, else after PATIENCE of them."""
-        while time.monotonic() - self.asked > ASK_S:
+        """Return once it has no request. Raises UserError if it does not give its status, such as
+        for a wrong key: at the first query, else after PATIENCE of them."""
+        while time.monotonic() - self.polled > ASK_S:
             now = get_status(self.url, self.api_key)
             self.unwell = self.unwell + 1 if now.state == "unwell" else 0
-            if self.unwell and (not self.asked or self.unwell > PATIENCE):
-                raise UserError(f"the server at {self.url} cannot be asked: {now.why}")
-            self.asked = time.monotonic()
+            if self.unwell and (not self.polled or self.unwell > PATIENCE):
+                raise UserError(f"the server at {self.url} did not give its status: {now.why}")
+            self.polled = time.monotonic()
             if now.running + now.waiting + self.unwell or now.state == "loading":
                 time.sleep(2 * ASK_S)
 
 
 def train(config: Config, options: Options, server: Server) -> int:
-    """Make a head and put it in its place. Returns the exit status. Raises UserError, OSError."""
+    """Train a head and install it. Returns the exit status. Raises UserError, OSError."""
     settings = replace(config, context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0, others=())
     model = resolve_model(settings)
     model = replace(model, config=replace(model.config, speculate=False))
     cache, name = cache_of(config), storage_name(model.name, model.path)
-    learned = learned_head(Resolved(model.path, model.name), cache)
-    if learned and learned.is_relative_to(cache):
-        name = learned.name  # it may have been made while the model had another name
-    made = cache / "heads" / f"{name}.{time.time_ns()}"
+    existing = learned_head(Resolved(model.path, model.name), cache)
+    if existing and existing.is_relative_to(cache):
+        name = existing.name  # the model may have had another name then
+    folder = cache / "heads" / f"{name}.{time.time_ns()}"
     with lock(cache / "training" / f"{name}.lock", wait=False) as alone:
         if not alone:
             raise UserError(f"another training of {model.name} runs; wait until it ends")
         try:
-            compared = _train(model, options, cache / "training" / name, made, server)
+            compared = _train(model, options, cache / "training" / name, folder, server)
             before = _tokens_per_round(config, compared, server.wait)
-            after = _tokens_per_round(replace(config, draft=str(made)), compared, server.wait)
+            after = _tokens_per_round(replace(config, draft=str(folder)), compared, server.wait)
             print(
                 f"held-out prompts: {before:.2f} tokens a round before, {after:.2f} with the head",
             )
             if after > before:
-                install(made, made.with_name(name))
+                install(folder, folder.with_name(name))
         except KeyboardInterrupt:
-            print("\nstopped; the same command goes on from here", file=sys.stderr)
+            print("\nstopped; the same command resumes", file=sys.stderr)
             return 130
         except RuntimeError as error:  # MLX's, without memory for example
             log.debug("the training failed", exc_info=True)
-            raise UserError(f"{line_of(error)}; the same command goes on from here") from error
+            raise UserError(f"{line_of(error)}; the same command resumes") from error
         finally:
-            drop_others(made.with_name(name))
+            drop_others(folder.with_name(name))
     if after <= before:
         print("the head is discarded: no improvement over current drafting")
         return 1
     if config.draft or not config.speculate:
-        print(f"your settings do not use it; give --draft {made.with_name(name)}")
+        print(f"your settings do not use it; to use it give --draft {folder.with_name(name)}")
     else:
         print(f"serve uses it when it loads {model.name} again; --draft off disables it")
     return 0
@@ -149,12 +149,11 @@ def _train(
     model: ResolvedModel,
     options: Options,
     work: Path,
-    made: Path,
+    folder: Path,
     server: Server,
 ) -> list[Sample]:
-    """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
-    answers."""
-    # What does not fit is refused before hours of answers.
+    """Train a head into `folder`; intermediate files stay in `work`. Returns held-out answers."""
+    # A head that does not fit is refused before hours of answers.
     trainer = _new_trainer(model, options, [], 1)[0]  # its files hold a head's tensors
     server.wait()
     training = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
@@ -163,31 +162,31 @@ def _train(
     samples = list(up_to(options.tokens // 2, _own_samples(model, texts)))
     wanted = options.tokens - sum(len(sample) for _, sample in samples)
     samples += _answers(model, texts, wanted, work / "answers.jsonl", server, training)
-    learned = [sample for subject, sample in samples if not held_out(subject)]
-    measured = [sample for subject, sample in samples if held_out(subject)]
-    if not learned or not measured:
+    training_set = [sample for subject, sample in samples if not held_out(subject)]
+    held_out_set = [sample for subject, sample in samples if held_out(subject)]
+    if not training_set or not held_out_set:
         raise UserError(f"--tokens {options.tokens} is too few to learn from; give 100000")
-    plan = batches(windows(learned), options.epochs)
-    trainer, files = _new_trainer(model, options, learned, len(plan))
-    before = read_json(files.path / MADE)  # of an earlier head, else {}
+    plan = batches(windows(training_set), options.epochs)
+    trainer, files = _new_trainer(model, options, training_set, len(plan))
+    before = read_json(files.path / RECORD)  # of an earlier head, else {}
     before.pop("begins_as", None)  # one step back is enough
     size = len(trainer.target.drafted)
-    print(f"{'going on with the head that is there' if before else 'a new head'}, of {size} tokens")
-    print(f"training on {sum(map(len, learned))} tokens in {len(plan)} steps")
+    print(f"{'resuming the existing head' if before else 'a new head'}, of {size} tokens")
+    print(f"training on {sum(map(len, training_set))} tokens in {len(plan)} steps")
     load_weights(trainer.target.model)
     about = {"model": model.name, **asdict(options), "vocabulary": size, "begins_as": before}
-    state, held = work / "state.safetensors", windows(measured)[:MEASURED]
+    state, held = work / "state.safetensors", windows(held_out_set)[:MEASURED]
     kept = run(trainer, plan, held, state, about, server.wait)
-    save_head(trainer, files, made, about | {"kept": kept})
-    return measured[:COMPARED]
+    save_head(trainer, files, folder, about | {"kept": kept})
+    return held_out_set[:COMPARED]
 
 
 def _own_samples(
     model: ResolvedModel,
     texts: Sequence[tuple[str, str]],
 ) -> Iterator[tuple[str, Sample]]:
-    """Answers that were recorded, the newest first, and the user's texts but those held out; each
-    after its subject."""
+    """Pairs of subject and sample: recorded answers, newest first, then the user's texts that are
+    not held out."""
     folder = cache_of(model.config) / "answers"
     for sample in reversed(recorded(folder, model.path, model.info.vocab)):
         yield str(sample.tokens), sample
@@ -204,34 +203,34 @@ def _answers(
     server: Server,
     training: float,
 ) -> list[tuple[str, Sample]]:
-    """The model's answers, each after its subject, to questions about the user's texts and to
-    general prompts in turn. What `file` keeps is not answered again. Says how long answers and
+    """Pairs of subject and sample: the model's answers to questions about the user's texts and to
+    general prompts, in turn. Answers in `file` are not generated again. Prints how long answers and
     `training`, in seconds, will take."""
     general, about = general_prompts(), file_prompts(texts)
-    turns = zip(about, general, strict=False)
-    asked = [each for pair in turns for each in pair] + general[len(about) :]
-    prompts = [(subject, _request(text, model.tokenizer)) for subject, text in asked]
+    pairs = zip(about, general, strict=False)
+    questions = [question for pair in pairs for question in pair] + general[len(about) :]
+    prompts = [(subject, _request(text, model.tokenizer)) for subject, text in questions]
     prompts = [(subject, p) for subject, p in prompts if len(p.prompt) < CONTEXT // 2]
     release_memory()  # of the trainer
     server.wait()
     engine, _ = model.load()
-    known = SampleFile(file, model.info.vocab)
-    left = max(0, wanted - sum(map(len, known.read().values())))
-    answering = left * _seconds_per_token(engine)
+    stored = SampleFile(file, model.info.vocab)
+    missing = max(0, wanted - sum(map(len, stored.read().values())))
+    answering = missing * _seconds_per_token(engine)
     print(
         f"time: about {answering / 60:.0f} min to answer prompts and {training / 60:.0f} min to"
         " train; Ctrl-C stops",
     )
-    found = []
+    samples = []
     with progress("Answering prompts") as report:
-        for each in up_to(wanted, collect(engine, prompts, known, server.wait)):
-            found.append(each)
-            report(sum(len(sample) for _, sample in found), wanted)
-    return found
+        for sample in up_to(wanted, collect(engine, prompts, stored, server.wait)):
+            samples.append(sample)
+            report(sum(len(answer) for _, answer in samples), wanted)
+    return samples
 
 
 def _seconds_per_row(trainer: Trainer) -> float:
-    """Of training, by two steps that are made."""
+    """Seconds of training per row, measured in two steps."""
     load_weights(trainer.target.model)
     sample = Sample([n % trainer.target.vocab for n in range(LENGTH)], 1)
     with progress("Measuring a step") as report:
@@ -243,7 +242,7 @@ def _seconds_per_row(trainer: Trainer) -> float:
 
 
 def _seconds_per_token(engine: Engine) -> float:
-    """Of PARALLEL answers at a time."""
+    """Seconds per token, with PARALLEL answers at a time."""
     requests = [Request(f"try-{n}", (n + 1, n + 2), TRIED) for n in range(PARALLEL)]
     began = time.perf_counter()
     tokens = sum(len(tokens_of(answer)) for _, answer in answers_to(engine, requests))
@@ -262,19 +261,19 @@ def _request(text: str, tokenizer: Tokenizer) -> Request:
 def _new_trainer(
     model: ResolvedModel,
     options: Options,
-    learned: Sequence[Sample],
+    samples: Sequence[Sample],
     steps: int,
 ) -> tuple[Trainer, HeadFiles]:
-    """The trainer of the head that was trained before, or of a new one, and the head's files. Says
-    what memory training takes before the model's weights are read. Raises OutOfMemory, and
-    UnsupportedModel where no head can read the model."""
+    """The trainer of the existing head, or of a new one, and the head's files. Prints how much
+    memory training takes, before the model's weights are read. Raises OutOfMemory, and
+    UnsupportedModel if no head can read the model."""
     release_memory()  # of an engine before it
     module, config = load(model.path)
     target = Target(module, model.name, config)
-    files = model.draft and known_head(target, model.draft.path, options.vocabulary)
+    files = model.draft and trained_head(target, model.draft.path, options.vocabulary)
     rate = KNOWN_RATE if files else 1.0
     size = options.vocabulary or VOCABULARY
-    files = files or new_head(target, vocabulary_of(learned, size, target.vocab))
+    files = files or new_head(target, vocabulary_of(samples, size, target.vocab))
     trainer = Trainer(target, files, steps, rate)
     need, free = weights(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
@@ -288,7 +287,7 @@ def _new_trainer(
 
 
 def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[[], None]) -> float:
-    """Of greedy answers to the prompts of samples, with what drafts by these settings."""
+    """Tokens per round of greedy answers to the samples' prompts, with these settings' drafters."""
     release_memory()
     config = replace(
         config,
@@ -299,7 +298,7 @@ def _tokens_per_round(config: Config, samples: Sequence[Sample], wait: Callable[
         others=(),
     )
     model = resolve_model(config)
-    wait()  # what drafting costs is measured at the load
+    wait()  # the cost of drafting is measured at load
     engine, _ = model.load()
     stops = frozenset(model.tokenizer.eos_token_ids)
     prompts = [tuple(sample.tokens[: sample.first]) for sample in samples]

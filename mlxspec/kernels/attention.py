@@ -1,7 +1,7 @@
 """Paged attention by metal/paged_attention.metal, in two launches, or by the reference.
 
-Rule: a row's bits depend on its own sequence alone. The grid follows from what the host knows and
-positions are read on the device, so a step can be submitted before its drafts are accepted.
+Rule: a row's bits depend on its own sequence alone. The host chooses the grid and the device reads
+the positions, so a step can be submitted before its drafts are accepted.
 """
 
 from collections.abc import Iterable
@@ -27,9 +27,9 @@ SHORT = 512  # context of a case
 LONG = 32768  # context of a case, at most
 MAX_POOL_BYTES = 76 << 20  # of K and V in a case before quantization: 19,456 slots of an 8B model
 SHIFT = 3  # positions of a batch's starts, which only the device knows
-RACED = (1, 2, 4, 8, 16)  # with 8 heads of q for each of K and V: one for each instance
+RACED = (1, 2, 4, 8, 16)  # one for each instance, with 8 heads of q for each of K and V
 VARIANT = "matrix"
-TOLERANCE = 1e-4  # fp32's own in scores of 256 products and exponentials, with room for a GPU's
+TOLERANCE = 1e-4  # of fp32 in scores of 256 products and exponentials, with room for a GPU
 
 PART = MetalKernel(
     "paged_attention",
@@ -106,7 +106,7 @@ def shape_of(a: Attention) -> Shape | None:
     )
 
 
-@cache  # each layer of each step asks
+@cache  # called by each layer of each step
 def _supported(dtypes: tuple[mx.Dtype, mx.Dtype], *parameters: Any) -> Shape | None:
     """The Shape of these parameters, if the kernel supports it with K and V of these dtypes."""
     shape = Shape(*parameters)
@@ -125,7 +125,7 @@ def _part(at: int, window: int) -> int:
 @lru_cache(maxsize=8)
 def _metadata(groups: tuple[Group, ...], window: int) -> tuple[Array, Array, int]:
     """The kernel's `sequences` int32 [B, 8] and `tables` [B, width] for adjacent groups, and the
-    largest number of parts of a sequence. Made once per step: a Group is hashed by identity."""
+    largest number of parts of a sequence. Computed once per step: a Group is hashed by identity."""
     sequences = []
     tables = []
     parts = 1
@@ -159,7 +159,7 @@ def _instance(shape: Shape, rows: int) -> tuple[int, int, int]:
 
 
 def _launch(a: Attention, shape: Shape) -> Array:
-    """For groups of up to ROWS rows for each sequence."""
+    """Launch the kernels for groups of up to ROWS rows for each sequence."""
     sequences, tables, most_parts = _metadata(tuple(a.groups), shape.window)
     length = max(group.length for group in a.groups)
     tiles, simds, splits = _instance(shape, length)
@@ -210,7 +210,7 @@ def kernel_alone(shape: Shape, groups: Iterable[Group]) -> bool:
 def paged_attention(a: Attention, unproven: bool = False, shape: Shape | None = None) -> Array:
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
     the kernel in one launch, the others through the reference. With `unproven` no proof is
-    asked for, where the kernel supports the shape. `shape`: what `shape_of` has said."""
+    needed where the kernel supports the shape. `shape`: the result of `shape_of`."""
     shape = shape or shape_of(a)
     if shape and KERNELS.recorded is not None:
         KERNELS.recorded += paged_attention_cases(shape)
@@ -278,7 +278,7 @@ def _case(shape: Shape, label: str, starts: list[int]) -> Case:
 
     @lru_cache(maxsize=1)  # layers share the groups of a step
     def groups(rows: int) -> list[Group]:
-        made = []
+        batch = []
         for row, (start, table) in enumerate(zip(starts, tables, strict=True)):
             length = rows if row == len(starts) - 1 else 1
             group = Group(row, row + length, length, [start], {None: [table.tolist()]}, size)
@@ -286,8 +286,8 @@ def _case(shape: Shape, label: str, starts: list[int]) -> Case:
                 group.starts = [start - SHIFT]
                 group.shift = mx.array([SHIFT])
                 group.max_shift = 2 * SHIFT
-            made.append(group)
-        return made
+            batch.append(group)
+        return batch
 
     def run(attend: Call, *arrays: Array) -> Array:
         q, keys, values, sinks = arrays

@@ -1,9 +1,9 @@
-"""Products and attention of few rows on a CPU, where drafts and small batches would else cost more
+"""Products and attention of few rows on a CPU, where drafts and small batches otherwise cost more
 than their arithmetic.
 
 Rule: everything else is left to MLX. The sizes are those that were fast with OpenBLAS (NOTES.md):
 it packs all weights for each product of several rows, except for a transposed one of up to 3, and
-is at its best with 16.
+is fastest with 16.
 """
 
 from math import prod
@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.core import array as Array
 
 TRANSPOSED, FULL = 3, 16  # rows of a product
-MOST_ROWS = 16  # of a sequence in attention: of many it gains nothing
+MOST_ROWS = 16  # of a sequence in attention: with more it gains nothing
 
 
 def in_use() -> bool:
@@ -22,7 +22,7 @@ def in_use() -> bool:
 
 
 def is_few(x: Array) -> bool:
-    """Whether x [..., K] is multiplied here: float32 alone is BLAS's."""
+    """Whether x [..., K] is multiplied here: BLAS computes float32 only."""
     return 1 < prod(x.shape[:-1]) < FULL and x.dtype == mx.float32 and in_use()
 
 
@@ -57,8 +57,8 @@ CLASSES: dict[Any, Any] = {nn.Linear: CpuLinear, nn.Embedding: CpuEmbedding}
 
 
 def install(model: nn.Module) -> None:
-    """Let a model's layers multiply so, on a CPU. Idempotent. Not for a target of which other ranks
-    have a part: MLX waited for ever for one that was killed while it computed."""
+    """Have a model's layers use `multiply` on a CPU. Idempotent. Not for a target that is split
+    over ranks: MLX waited forever for one that was killed while it computed."""
     if not in_use():
         return
     for layer in model.modules():
@@ -76,7 +76,7 @@ def attention(
 ) -> Array:
     """mx.fast.scaled_dot_product_attention: softmax(scale * q k^T) v, [B, heads, L, Dv] of q
     [B, heads, L, D], k [B, kv_heads, S, D] and v [B, kv_heads, S, Dv]; `mask`: "causal", or bool
-    [B, 1, L, S]. Of few rows on a CPU the heads of q that share K and V are rows of one product;
+    [B, 1, L, S]. For few rows on a CPU the heads of q that share K and V are rows of one product;
     MLX reads K and V again for each head."""
     batch, heads, length, dim = q.shape
     if length > MOST_ROWS or sinks is not None or not in_use():
@@ -87,8 +87,8 @@ def attention(
     if mask is not None:
         if isinstance(mask, str):
             mask = mx.tri(length, slots, slots - length, dtype=mx.bool_)[None, None]
-        each = scores.reshape(batch, kv_heads, -1, length, slots)
-        each = mx.where(mask[:, None], each, mx.finfo(each.dtype).min)
-        scores = each.reshape(scores.shape)
+        masked = scores.reshape(batch, kv_heads, -1, length, slots)
+        masked = mx.where(mask[:, None], masked, mx.finfo(masked.dtype).min)
+        scores = masked.reshape(scores.shape)
     out = mx.softmax(scores, axis=-1, precise=True) @ v
     return out.reshape(batch, heads, length, -1)

@@ -50,7 +50,7 @@ SMALL_QMM_MATRIX = MetalKernel(
 
 
 def _split(n: int, k: int) -> int:
-    """How many SIMD-groups share K: by the shape alone, because it is an order of summing."""
+    """How many SIMD-groups share K: by the shape alone, because it sets the order of summing."""
     split = 1
     while split < MAX_SPLIT and 2 * split * SPAN <= k and split * ceil(n / COLUMNS) < FILL:
         split *= 2
@@ -91,7 +91,7 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
 
 def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Case:
     """For weights [n, k] whose scales, like the rows, are `dtype`. Columns beyond MAX_CASE_BYTES
-    are left out, as far as this changes nothing in the others' order of summing."""
+    are left out, as far as this does not change the others' order of summing."""
     columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES * 8 // (k * bits)))
 
     def inputs(seed: int) -> Inputs:

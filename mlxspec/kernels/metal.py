@@ -1,7 +1,7 @@
 """Builds and launches the kernels of metal/*.metal.
 
-Rule: a kernel is compiled by the `mx.fast.metal_kernel` of the moment, so that a simulator's kernel
-is not used on the device.
+Rule: a kernel is compiled by the current `mx.fast.metal_kernel`, so that a simulator's kernel is
+not used on the device.
 """
 
 import re

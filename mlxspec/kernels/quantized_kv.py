@@ -47,15 +47,15 @@ class Packing:
         return self.words + 2 * scales * self.dtype.size // 4
 
     def bounded(self, x: Array) -> Array:
-        """x as what `pack` makes finite: 0 for what is not, and no group of values that are
-        further apart than `dtype` reaches. float16, of which that would cut real values, is left
-        to `pack`."""
+        """x limited to what `pack` keeps finite: 0 for what is not, and values clipped so that
+        the range of a group fits `dtype`. float16, where that would clip real values, is left to
+        `pack`."""
         half = mx.finfo(self.dtype).max / 2
         return _clipped(x, mx.inf if self.dtype == mx.float16 else half)
 
     def pack(self, x: Array) -> Array:
-        """[..., dim] -> uint32 [..., width]. What `unpack` returns of finite values is finite, also
-        where float16 overflows."""
+        """[..., dim] -> uint32 [..., width]. Finite values stay finite after `unpack`, even where
+        float16 overflows."""
         values, scales, biases = mx.quantize(x, self.group, self.bits)
         if self.dtype == mx.float16:  # the scale of values far apart overflows
             back = mx.dequantize(values, scales, biases, self.group, self.bits)

@@ -27,8 +27,8 @@ class Blocks:
     _places: dict[tuple[int, int], Array] = field(default_factory=dict)
 
     def places(self, heads: int, blocks: int) -> Array:
-        """int32 [B, heads, n]: where they lie in a pool of so many blocks for each head; made once
-        per step, shared by layers."""
+        """int32 [B, heads, n]: their indices in a pool of `blocks` blocks for each head; computed
+        once per step, shared by layers."""
         key = heads, blocks
         if key not in self._places:
             self._places[key] = mx.arange(heads)[:, None] * blocks + self.ids[:, None]
@@ -66,12 +66,12 @@ class Group:
         """For each sequence the first position that its rows see, and the blocks from there on."""
         size = self.block_size
         tables = self.tables.get(window) or self.tables[None]
-        found = []
+        ranges = []
         for start, table in zip(self.starts, tables, strict=True):
             low = max(self.first, start - window + 1) if window else self.first
             end = start + self.max_shift + self.length
-            found.append((low, table[low // size : ceil(end / size)]))
-        return found
+            ranges.append((low, table[low // size : ceil(end / size)]))
+        return ranges
 
     def split(self, most: int) -> "list[Group]":
         """The same rows in groups of at most so many of a sequence."""
@@ -99,12 +99,12 @@ class Group:
         return parts
 
     def positions(self) -> Array:
-        """int32 [B]: where each sequence's rows begin."""
+        """int32 [B]: the position of each sequence's first row."""
         starts = mx.array(self.starts)
         return starts if self.shift is None else starts + self.shift
 
     def select(self, window: int | None) -> Selection:
-        """What attention with this sliding window reads; made once per step, shared by layers.
+        """What attention with this sliding window reads; computed once per step, shared by layers.
 
         Consecutive blocks need no gathering, which would copy all K/V in every layer. A single
         sequence is sliced to its exact slots; several are padded with null blocks and masked.
@@ -162,8 +162,8 @@ def gather(
     keep: slice,
     packing: Packing | None = None,
 ) -> Array:
-    """What a Selection selects of `pool` [H, slots, D]: dense [B, H, S, D], with packed rows
-    unpacked."""
+    """The part of `pool` [H, slots, D] that a Selection selects: dense [B, H, S, D], with packed
+    rows unpacked."""
     heads, _, dim = pool.shape
     if isinstance(blocks, slice):
         dense = pool[None, :, blocks]
@@ -238,7 +238,7 @@ def small_qmm(x: Array, weights: Weights) -> Array:
     """x dequantized(w)^T, float32 [M, N] of x [M, K] float: weights, products and sums in fp32.
 
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
-    multiplied one by one, as if each had an expert: of several an M5 may compute TF32.
+    multiplied one by one, as if each had an expert: several an M5 may multiply in TF32.
     """
     y = mx.gather_qmm(
         x.astype(mx.float32)[:, None],
@@ -279,7 +279,7 @@ def gumbel(seeds: Array, positions: Array, vocab: int) -> Array:
 
 
 def mask_rows(masks: Sequence[bytes], vocab: int) -> np.ndarray:
-    """uint8 [R, bytes], 8 at least, with a bit for each token that may come: all for an empty mask,
+    """uint8 [R, bytes], 8 bytes at least, with a bit for each allowed token: all for an empty mask,
     none beyond a mask's end."""
     width = max(8, ceil(vocab / 8), *map(len, masks))
     packed = b"".join((mask or b"\xff" * width).ljust(width, b"\0") for mask in masks)
@@ -305,12 +305,12 @@ def sample_accept(
     drafts: Sequence[tuple[int, int]] = (),
 ) -> tuple[Array, Array | None]:
     """Sampled tokens int32 [R] of float logits [R, vocab]; the lowest of equal ones. NOT_FINITE for
-    a row in which one that its mask allows is NaN or infinite, and for one without a mask in which
-    all are -inf.
+    a row with an allowed logit that is NaN or +inf, and for one without a mask whose logits are all
+    -inf.
 
-    `drafts`, one for each entry in the rows' order: the first index of its draft in `inputs` int32
-    [T], and its length. An entry has a row more than drafted tokens. Then also how many of these
-    are accepted, int32 [entries].
+    `drafts`, for each entry in the rows' order: the first index of its draft in `inputs` int32 [T],
+    and its length. An entry has one row more than drafted tokens. The second result is then the
+    number of accepted ones, int32 [entries].
     """
     x = logits
     drawing = any(draws.temperatures)
@@ -346,7 +346,7 @@ def _or_not_finite(tokens: Array, best: Array, masked: Array) -> Array:
 
 
 def count_accepted(tokens: Array, inputs: Array, drafts: Sequence[tuple[int, int]]) -> Array:
-    """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
+    """The number of accepted drafted tokens of each entry, see sample_accept: up to the first that
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
     at_tokens, at_inputs, drafted = _compared(tuple(drafts))
     same = _equal(tokens[at_tokens], inputs[at_inputs], drafted)
@@ -363,8 +363,8 @@ def _equal(tokens: Array, inputs: Array, drafted: Array) -> Array:
 
 @lru_cache(maxsize=16)  # steps are often alike
 def _compared(drafts: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]:
-    """[entries, longest draft] each: which of the tokens is compared with which of the inputs, and
-    whether there is a drafted token at all."""
+    """[entries, longest draft] each: indices of the tokens and the inputs to compare, and whether
+    there is a drafted token at all."""
     firsts, counts = np.array(drafts).T[:, :, None]
     ends = np.cumsum(1 + counts, axis=0)
     rows = ends - 1 - counts

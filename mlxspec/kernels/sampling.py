@@ -52,14 +52,14 @@ def sample_accept(
     drafts: Sequence[tuple[int, int]] = (),
     unproven: bool = False,
 ) -> tuple[Array, Array | None]:
-    """As reference.sample_accept, by the kernel where it is proven, or if `unproven` without
-    proof."""
+    """As reference.sample_accept, by the kernel where it is proven, or without proof if
+    `unproven`."""
     rows, vocab = logits.shape
     case = sample_accept_case(vocab, logits.dtype)
     if not (unproven or KERNELS.variant(case.name, rows)):
         return reference.sample_accept(logits, draws, inputs, drafts)
     params = _params(draws)
-    # Where nothing is read, any array will do.
+    # The kernel does not read these, but needs some array.
     floor = params.view(mx.float32) if draws.min_logits is None else draws.min_logits
     shift = params if draws.shift is None else draws.shift.astype(mx.uint32)
     masks = reference.mask_rows(draws.masks, vocab if any(draws.masks) else 0)
@@ -104,7 +104,7 @@ def _params(draws: Draws) -> Array:
 
 @cache
 def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
-    """The tokens of a vocabulary, which must all be the reference's. Every fourth row is greedy,
+    """Samples of a vocabulary, which must all equal the reference's. Every fourth row is greedy,
     every third has a lowest logit, the last MASKED have masks. Half of a draft is accepted."""
     most = min(ROWS, MAX_LOGITS // vocab)
     mask = np.random.default_rng(vocab).bytes(ceil(vocab / 8))

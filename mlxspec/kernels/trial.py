@@ -63,17 +63,17 @@ class Case:
 
 @dataclass(slots=True)
 class Verdict:
-    """The result of a case: variant `way` runs for `least` to `most` rows ("": MLX's own op runs).
+    """The result of a case: `variant` runs for `least` to `most` rows ("": MLX's own op runs).
 
-    `gains`: speedup over MLX's own op by rows. `why`: why variants were rejected. `right`: those
+    `gains`: speedup over MLX's own op by rows. `reason`: why variants were rejected. `right`: those
     that give the right values, whatever their speed.
     """
 
-    way: str = ""
+    variant: str = ""
     least: int = 0
     most: int = 0
     gains: dict[int, float] = field(default_factory=dict)
-    why: str = ""
+    reason: str = ""
     right: tuple[str, ...] = ()
 
 
@@ -130,19 +130,19 @@ def judge(case: Case, seconds: float = math.inf, check: Check = lambda: None) ->
             gains = race(case, call, timer)
         except (Interrupted, TimeoutError):
             raise
-        except Exception as failed:  # a kernel may not compile or launch
-            rejected.append(f"{variant}: {line_of(failed)}")
+        except Exception as error:  # a kernel may not compile or launch
+            rejected.append(f"{variant}: {line_of(error)}")
             continue
         least, most = winning_rows(gains)
         if not most:
             top = max(gains.values())
             rejected.append(
-                f"{variant}: right, but at most {top:.2f} times as fast; {WIN} is required",
+                f"{variant}: correct, but at most {top:.2f} times as fast; {WIN} is required",
             )
             best.gains = best.gains or gains
-        elif not best.way or sum(gains.values()) > sum(best.gains.values()):
+        elif not best.variant or sum(gains.values()) > sum(best.gains.values()):
             best = Verdict(variant, least, most, gains)
-    best.why = "; ".join(rejected)
+    best.reason = "; ".join(rejected)
     best.right = tuple(right)
     return best
 
@@ -177,11 +177,11 @@ def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
 
 
 def compare(case: Case, call: Call, timer: Timer) -> None:
-    """Raises Rejected for a variant that does not match the reference at all rows. Launches with
+    """Raise Rejected for a variant that differs from the reference at any row count. Launches with
     fewer rows run in one graph, as those of a step's layers do. Raises TimeoutError."""
     for seed in range(SEEDS):
-        made = case.inputs(seed)
-        *fewer, inputs = [case.cut(made, rows) for rows in case.rows]
+        arrays = case.inputs(seed)
+        *fewer, inputs = [case.cut(arrays, rows) for rows in case.rows]
         want = case.reference(*inputs)
         mx.eval(inputs, want)
         (whole,), _ = timer.run(call, [inputs])

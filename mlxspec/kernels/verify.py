@@ -29,8 +29,8 @@ Verdicts = dict[str, Verdict]  # by Case.name
 AT_START_S = 20.0  # for all cases
 CASE_S = 4.0  # for one case, beside compiling it
 COMPILE_S = 60.0  # after which a trial that still runs may hang
-UNTRIED = "no time was left, or another process tries kernels; the next start goes on"
-OUT_OF_MEMORY = ("malloc", "Insufficient Memory")  # in what MLX and Metal raise
+UNTRIED = "no time was left, or another process tries kernels; the next start continues"
+OUT_OF_MEMORY = ("malloc", "Insufficient Memory")  # in errors of MLX and Metal
 CRASHED = "its trial ended the process or still runs; delete the cache directory to try it again"
 
 
@@ -44,13 +44,13 @@ class KernelRegistry:
 
     verdicts: Verdicts = field(default_factory=dict)
     recorded: list[Case] | None = None
-    forget: Callable[[], None] | None = None  # the running trial, which now counts as a crash
+    forget: Callable[[], None] | None = None  # takes back that the running trial counts as a crash
     deadline: float = 0.0  # of that trial
 
     def variant(self, name: str, rows: int) -> str:
         """The variant that runs for `rows` rows; "": MLX's own op."""
         verdict = self.verdicts.get(name)
-        return verdict.way if verdict and verdict.least <= rows <= verdict.most else ""
+        return verdict.variant if verdict and verdict.least <= rows <= verdict.most else ""
 
     def right(self, name: str) -> bool:
         """Whether a variant gives the right values at all row counts, whatever its speed."""
@@ -109,25 +109,25 @@ class VerdictFile:
         flush_file(self.path)
 
 
-def missing() -> str:
+def unavailable() -> str:
     """Why no kernel can run here; "": they can."""
     usable = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
     return "" if usable else "no Metal here"
 
 
 def recall(cases: Iterable[Case], file: VerdictFile) -> Verdicts:
-    """Fill KERNELS for these cases with what `file` knows of them, and return their verdicts."""
-    reason = missing()
-    known = {} if reason else file.load()
-    unknown = Verdict(why=reason or UNTRIED)
-    found = {case.name: known.get(case.name, unknown) for case in cases}
-    KERNELS.verdicts.update(found)
-    return found
+    """Load the verdicts of these cases from `file` into KERNELS, and return them."""
+    reason = unavailable()
+    stored = {} if reason else file.load()
+    default = Verdict(reason=reason or UNTRIED)
+    verdicts = {case.name: stored.get(case.name, default) for case in cases}
+    KERNELS.verdicts.update(verdicts)
+    return verdicts
 
 
 def untried(cases: Iterable[Case]) -> list[Case]:
-    """Those of the cases, once recalled, that were never judged on this machine."""
-    return [case for case in cases if KERNELS.verdicts[case.name].why == UNTRIED]
+    """The recalled cases that were never judged on this machine."""
+    return [case for case in cases if KERNELS.verdicts[case.name].reason == UNTRIED]
 
 
 def verify(
@@ -136,15 +136,15 @@ def verify(
     report: Report = lambda done, total: None,
     check: Check = lambda: None,
 ) -> Verdicts:
-    """Judge the cases of which nothing is known, fill KERNELS and return the verdicts of all,
-    within about AT_START_S seconds. Calls `check` between launches, and raises what it raises; then
-    KERNELS is as before, and what was judged is in the file."""
+    """Judge the cases without a verdict, fill KERNELS and return the verdicts of all, within about
+    AT_START_S seconds. Calls `check` between launches and passes on what it raises; KERNELS is then
+    as before, and the verdicts so far are in the file."""
     cases = list({case.name: case for case in cases}.values())
-    known = {} if missing() else file.load()
-    unknown = [case for case in cases if case.name not in known]
+    stored = {} if unavailable() else file.load()
+    remaining = [case for case in cases if case.name not in stored]
     try:
-        if unknown and not missing():
-            _try_all(unknown, file, report, check)
+        if remaining and not unavailable():
+            _try_all(remaining, file, report, check)
     except OSError as error:
         log.warning(
             "%s: %s; no kernel is tried, because a crash could not be recorded",
@@ -155,7 +155,7 @@ def verify(
 
 
 def _try_all(cases: list[Case], file: VerdictFile, report: Report, check: Check) -> None:
-    """Judge the cases that there is time for, none if another process tries kernels. Raises OSError
+    """Judge as many cases as time allows, none if another process tries kernels. Raises OSError
     if a trial cannot be recorded."""
     end = perf_counter() + AT_START_S
     with lock(file.folder / "lock", wait=False) as held:
@@ -170,16 +170,16 @@ def _try_all(cases: list[Case], file: VerdictFile, report: Report, check: Check)
 def _try(case: Case, file: VerdictFile, check: Check) -> None:
     """Judge a case. Until then the file says that it crashed, in case it ends the process. What was
     too late is tried again at the next start, for which macOS keeps what was compiled."""
-    known = file.load()
+    verdicts = file.load()
     KERNELS.deadline = perf_counter() + COMPILE_S + CASE_S + 2 * CALL_LIMIT_S
-    KERNELS.forget = partial(file.save, known)
+    KERNELS.forget = partial(file.save, verdicts)
     try:
-        file.save({**known, case.name: Verdict(why=CRASHED)})
+        file.save({**verdicts, case.name: Verdict(reason=CRASHED)})
         with suppress(TimeoutError):
             verdict = judge(case, CASE_S, check)
-            if not any(word in verdict.why for word in OUT_OF_MEMORY):
-                known[case.name] = verdict  # else it may fit at the next start
+            if not any(word in verdict.reason for word in OUT_OF_MEMORY):
+                verdicts[case.name] = verdict  # else it may fit at the next start
     finally:
         KERNELS.forget = None
-        file.save(known)
+        file.save(verdicts)
         mx.clear_cache()

@@ -176,7 +176,7 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
         log.exception("decoding without a head: it cannot run")
         drafter.detach()
         return None
-    kv.rereads = head.slot_offset > 0 and head.kv_layers > 0 and kv.states is None
+    kv.recompute_last = head.slot_offset > 0 and head.kv_layers > 0 and kv.states is None
     return drafter
 
 

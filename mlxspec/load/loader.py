@@ -20,6 +20,7 @@ from mlxspec.engine import memory
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
+from mlxspec.kernels import verify
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, recall
 from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
@@ -194,7 +195,7 @@ def _recall_kernels(
     cases = []
     if group.group:
         log.info("%s: no kernels of our own", group)
-    elif config.kernels:
+    elif config.kernels and not verify.unavailable():
         cases = layout.cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
     recall(cases, verdict_file(config))
     return cases

@@ -93,8 +93,8 @@ def versions() -> dict[str, str]:
 def kernels_in_use() -> str:
     """Their cases, variants and row counts, to compare with those of another start."""
     used = [
-        (name, v.way, v.least, v.most, v.right)
+        (name, v.variant, v.least, v.most, v.right)
         for name, v in KERNELS.verdicts.items()
-        if v.way or v.right
+        if v.variant or v.right
     ]
     return str(sorted(used))

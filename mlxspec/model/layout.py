@@ -369,12 +369,15 @@ def probe_logits(runner: Runner) -> list[dict[int, Array]]:
 
     step([Entry(seq, 0, 2, False) for seq in logits])
     step([Entry(seq, 2, seq.prompt_len - 2, True) for seq in logits])
-    if runner.layout != "solo" and runner.states.rollback_supported:
+    left = list(logits)
+    drafted = runner.layout != "solo" and runner.states.rollback_supported
+    if drafted:
         drafts = map(Draft, DRAFTS)
-        step([Entry(seq, seq.computed, 1, True, draft=next(drafts)) for seq in logits], ACCEPTED)
-    step([Entry(seq, seq.computed, 1, True) for seq in logits])
-    left = [seq for seq in logits if seq.remaining]
-    step([Entry(seq, seq.computed, seq.remaining, True) for seq in left])
+        step([Entry(seq, seq.computed, 1, True, draft=next(drafts)) for seq in left], ACCEPTED)
+        left = [seq for seq in left if seq.remaining > 1]  # one leaves the batch
+    step([Entry(seq, seq.computed, 1, True) for seq in left])
+    if not drafted:
+        step([Entry(seq, seq.computed, seq.remaining, True) for seq in left])
     return list(logits.values())
 
 

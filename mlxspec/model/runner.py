@@ -39,6 +39,7 @@ from mlxspec.model.trunk import install_taps, install_trunk
 from mlxspec.types import FINAL_NORM, STATE, Entry, Plan, Tap
 
 FIRST_BLOCKS = 32  # of a pool that grows
+SPARE = 32  # one in so many of a pool's blocks is grown ahead; a full pool was moved as often
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
 
 Layout = Literal["rows", "rect", "gather", "solo"]
@@ -130,14 +131,14 @@ class Runner:
             self.view.allocated[window] = min(size, FIRST_BLOCKS)
 
     def grow(self) -> None:
-        """Have memory for all allocated blocks, and half as many again (at most an eighth of the
+        """Have memory for all allocated blocks, and half as many again (at most a SPARE of the
         pool), so that it is rare. Layer by layer, because the copy of a pool takes memory too."""
         view = self.view
         for group, (window, size) in enumerate(view.num_blocks.items()):
             used = self.highest()[group] + 1
             if used <= view.allocated[window]:
                 continue
-            blocks = min(size, used + min(used // 2, -(-size // 8)))
+            blocks = min(size, used + min(used // 2, -(-size // SPARE)))
             for pages in self.pages_of(group):
                 pages.grow(blocks)
                 mx.clear_cache()

@@ -329,13 +329,15 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 
 async def count_tokens(http: HttpRequest, body: Prompt, model: TextModel) -> Response:
     """The length of a message's prompt."""
-    count = await model.server.on_text_thread(prompt_length, model, _asked(body))
+    asked = await model.server.on_text_thread(_asked, body)
+    count = await model.server.on_text_thread(prompt_length, model, asked)
     return JSONResponse({"input_tokens": count})
 
 
 async def messages(http: HttpRequest, body: Messages, model: TextModel) -> Generation:
     writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
-    return await respond(model, body, writer, prepare_chat, _asked(body))
+    asked = await model.server.on_text_thread(_asked, body)
+    return await respond(model, body, writer, prepare_chat, asked)
 
 
 def _asked(body: Prompt) -> ChatRequest:

@@ -6,8 +6,11 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 
 import asyncio
 import re
+import sys
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -23,9 +26,10 @@ from mlxspec.server.state import ServerState, TextModel, while_connected
 from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
-MAX_OBJECTS = 100_000  # which take 10 µs each
+MAX_OBJECTS = 100_000  # which take 10 µs each, and as many lists: each collection visits all
+VALUE_BYTES, OBJECT_BYTES = 64, 256  # of a value and an object or list, beside their text
 LARGE = 1 << 18  # bytes of a body that is not parsed on the event loop
-MAX_BODIES = 8  # of the largest size that are read at the same time, or as many bytes of others
+MAX_BODIES = 8  # of the largest size whose prompts are not ready, or as many bytes of others
 BODY_S = 60.0  # to receive a body
 MAX_ITEMS = 10_000  # messages, input items or tools
 MAX_STOPS = 16
@@ -61,7 +65,7 @@ class Strict(BaseModel):
     `unsupported` are fields that are refused unless they are empty, or have the value here, which
     has no effect."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
     unsupported: ClassVar[Json] = {}
 
@@ -94,8 +98,7 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
     async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
         async def reply(message: Message) -> None:
             if "headers" in message and (ignored := scope.get(IGNORED)):
-                some = [*dict.fromkeys(ignored)][:MOST_NAMED]
-                names = [quote(name[:64], safe="[]") or "%00" for name in some]
+                names = [quote(name, safe="[]") or "%00" for name in _named(ignored)]
                 MutableHeaders(scope=message)["x-mlxspec-ignored"] = ", ".join(names)
             await send(message)
 
@@ -109,35 +112,58 @@ def takes(
     answer: Callable[[HttpRequest, Any, TextModel], Awaitable[ASGIApp]],
 ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
     """The endpoint for bodies of this kind: the response is what `answer` returns, which is
-    cancelled when the client disconnects. It raises ApiError, ClientDisconnect, and Busy where the
-    bodies that are being read are too large together."""
+    cancelled when the client disconnects, and keeps no body. The endpoint raises ApiError,
+    ClientDisconnect, and Busy where all bodies that are not answered so far are too large."""
 
     async def endpoint(http: HttpRequest) -> ASGIApp:
-        state, sent = http.app.state.server, bytearray()
-        strict = state.config.strict_content
-        data = sent
-        grown = 0  # bytes, by decompressing
+        state, size = http.app.state.server, Size(http.app.state.server)
         try:
-            await _read(http, sent)
-            if encoding := http.headers.get("content-encoding"):
-                most = state.config.max_body_mb << 20
-                data = await state.on_text_thread(_decompressed, sent, encoding.lower(), most)
-                grown = len(data)
-                _count(state, grown, grown)
-            if len(data) < LARGE:
-                body, ignored = parse(kind, data, strict)
-            else:
-                body, ignored = await state.on_text_thread(parse, kind, data, strict)
+            body, http.scope[IGNORED] = await _parsed(http, kind, size)
+            model = await state.model(body.model)
+            made = await while_connected(http, answer(http, body, model))
         finally:
-            state.unread -= len(sent) + grown
-        http.scope[IGNORED] = ignored
-        model = await state.model(body.model)
-        return await while_connected(http, answer(http, body, model))
+            state.unread -= size.bytes
+        http.scope[IGNORED] = _named(http.scope[IGNORED])
+        return made
 
     return endpoint
 
 
-async def _read(http: HttpRequest, data: bytearray) -> None:
+@dataclass
+class Size:
+    """What a body takes in memory, counted among all of them."""
+
+    state: ServerState
+    bytes: int = 0
+
+    def add(self, more: int) -> None:
+        """Raises Busy where all bodies are too large together; a small one never is."""
+        self.bytes += more
+        self.state.unread += more
+        most = MAX_BODIES * (self.state.config.max_body_mb << 20)
+        if self.bytes > LARGE and self.state.unread > most:
+            raise Busy(RETRY_S, "other requests have large bodies")
+
+
+async def _parsed(http: HttpRequest, kind: type[Body], size: Size) -> tuple[Body, list[str]]:
+    """The body of a request, and the names for IGNORED. Raises as `takes` says."""
+    state = http.app.state.server
+    data = bytearray()
+    await _read(http, data, size)
+    if encoding := http.headers.get("content-encoding"):
+        most = state.config.max_body_mb << 20
+        data = await state.on_text_thread(_decompressed, data, encoding.lower(), most)
+        size.add(len(data))
+    work = partial(parse, kind, data, state.config.strict_content, size)
+    return work() if len(data) < LARGE else await state.on_text_thread(work)
+
+
+def _named(ignored: list[str]) -> list[str]:
+    """Those names that are told."""
+    return [name[:64] for name in [*dict.fromkeys(ignored)][:MOST_NAMED]]
+
+
+async def _read(http: HttpRequest, data: bytearray, size: Size) -> None:
     """Read a request's body into `data`. Raises ClientDisconnect, ApiError 413 where it is larger
     than `max_body_mb` or announced so, and 408 when it takes longer than BODY_S; Busy."""
     state = http.app.state.server
@@ -151,18 +177,10 @@ async def _read(http: HttpRequest, data: bytearray) -> None:
                 if len(data) + len(part) > most:
                     raise ApiError(413, why)
                 data += part
-                _count(state, len(part), len(data))
+                size.add(len(part))
     except TimeoutError as error:
         why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
         raise ApiError(408, why) from error
-
-
-def _count(state: ServerState, more: int, size: int) -> None:
-    """Count `more` bytes of a body of `size` so far. Raises Busy where all bodies that are being
-    read are too large together."""
-    state.unread += more
-    if size > LARGE and state.unread > MAX_BODIES * (state.config.max_body_mb << 20):
-        raise Busy(RETRY_S, "other requests have large bodies")
 
 
 def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
@@ -193,13 +211,22 @@ def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
     return bytearray(text)
 
 
-def parse(kind: type[StrictT], data: Data, strict: bool = False) -> tuple[StrictT, list[str]]:
+def parse(
+    kind: type[StrictT],
+    data: Data,
+    strict: bool = False,
+    size: Size | None = None,
+) -> tuple[StrictT, list[str]]:
     """The validated body, and the names of its unknown fields and of content that was left out;
-    `strict`: none is. Raises ApiError 400."""
-    objects = data.count(b"{")
-    if objects > MAX_OBJECTS or objects + data.count(b",") + data.count(b"[") > MAX_VALUES:
-        why = f"the body holds more than {MAX_VALUES} values or {MAX_OBJECTS} objects; send fewer"
-        raise invalid("body", why)
+    `strict`: none is. Its values are added to `size`. Raises ApiError 400, and Busy."""
+    objects, lists, commas = map(data.count, (b"{", b"[", b","))
+    if max(objects, lists) > MAX_OBJECTS or objects + lists + commas > MAX_VALUES:
+        why = (
+            f"the body holds more than {MAX_VALUES} values, {MAX_OBJECTS} objects or as many lists"
+        )
+        raise invalid("body", f"{why}; send fewer")
+    if size:
+        size.add((objects + lists) * OBJECT_BYTES + commas * VALUE_BYTES)
     left_out: list[str] = []
     if b"\\ud" in data or b"\\uD" in data:
         data = HALVES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
@@ -248,6 +275,20 @@ def validate(
 
 def wrong(where: str, value: Any, problem: str) -> ApiError:
     return invalid(where, f"{where} = {shown(value)}: {problem}")
+
+
+def weight(value: Any, most: int) -> int:
+    """The bytes that a JSON value takes in memory; where these are more than `most`, any number
+    above that."""
+    size, left = 0, [value]
+    while left and size <= most:
+        value = left.pop()
+        size += sys.getsizeof(value)
+        if size <= most and isinstance(value, Mapping):
+            left += [*value, *value.values()]
+        elif size <= most and isinstance(value, list | tuple):
+            left += value
+    return size
 
 
 def _unknown(body: Strict, prefix: str = "") -> list[str]:

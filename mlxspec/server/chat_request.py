@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from mlxspec.server.body import weight
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Prepared
 from mlxspec.server.state import TextModel
@@ -26,7 +27,7 @@ from mlxspec.text.chat import (
 )
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.formats import FINAL, format_of
-from mlxspec.text.messages import TooLong, canonical, rejected
+from mlxspec.text.messages import TooLong, canonical, parameter_types, rejected
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
@@ -34,7 +35,9 @@ from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
-CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
+KEPT_BYTES = 1 << 21  # of what a request has beside its prompt, while it is answered
+KEPT_PER_CHAR = 16  # bytes, of the prompt: what it was rendered from
+CHARS_PER_TOKEN = 8  # on average; a longer prediction is cut before it is encoded
 
 # Fields of a body that are named as in `Sampling`; its `logprobs` is something else.
 SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
@@ -58,7 +61,8 @@ class ChatRequest:
     none, required, or an object with a tool's `full_name`. `options` are variables of the template;
     None: not sent. `source` is the body's field that holds the conversation. `continued`: the
     answer continues the last message. `budget`, if given, is the most tokens
-    of reasoning."""
+    of reasoning. `kept` are the body's fields that the answer
+    repeats."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -68,6 +72,7 @@ class ChatRequest:
     source: str = "messages"
     continued: bool = False
     budget: int | None = None
+    kept: Json = field(default_factory=dict)
 
 
 def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:
@@ -75,6 +80,15 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     and ApiError."""
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
     talk, prompt = render_prompt(model, chat)
+    room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
+    tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
+    types = parameter_types(tools)
+    kept = {**chat.kept, "tools": [types, chat.kept.get("tools")]}
+    sizes = {name: weight(value, room) for name, value in kept.items()}
+    if sum(sizes.values()) > room:
+        largest = max(sizes, key=lambda name: sizes[name])
+        why = f"is part of what takes more than {room} bytes beside the prompt"
+        raise rejected(largest, f"{why} until the answer ends; send less of it")
     request = engine_request(model, body, id, prompt.ids, chat.source)
     grammar = _grammar(model, body, chat, talk, prompt)
     # No more reasoning than the server's setting, the request and its word of effort all allow.
@@ -83,30 +97,34 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         budgets.append(EFFORT_TOKENS.get(str(chat.options.get("reasoning_effort"))))
     limits = [each for each in budgets if each is not None]
 
+    thinking = prompt.thinking
+
     def matcher() -> Any:
         """Of each choice, once the grammar is compiled."""
         inner = grammar and grammar.result()()
         if limits and form.think_start:
-            return ThinkingBudget(form, tokenizer.decode, min(limits), prompt.thinking, inner)
+            return ThinkingBudget(form, tokenizer.decode, min(limits), thinking, inner)
         return inner
 
     if grammar or (limits and form.think_start):
         request = replace(request, grammar=matcher)
-    tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     choices = []
     for index in range(body.n):
         reader = Detokenizer(tokenizer, body.stop, request.stop_tokens, chat.continued)
         parser = OutputParser(
             tokenizer,
-            tools,
-            thinking=bool(prompt.thinking),
+            types,
+            thinking=bool(thinking),
             constrained=grammar is not None,
             continued=chat.continued,
         )
         single = not body.parallel_tool_calls
         choices.append(Choice(index, request, reader, parser=parser, single=single))
-    remember_all = partial(_remember, model, talk, prompt, choices)
-    return Prepared([request], choices, grammar, partial(model.server.later, remember_all))
+    made = Prepared([request], choices, grammar)
+    if weight([talk.messages, talk.tools, talk.options], room) <= room:
+        remember_all = partial(_remember, model, talk, prompt, choices)
+        made = replace(made, on_done=partial(model.server.later, remember_all))
+    return made
 
 
 def _remember(

@@ -21,7 +21,7 @@ from mlxspec.server.errors import HttpRequest, Json, invalid
 from mlxspec.server.openai.schema import Embeddings, OneEmbedding
 from mlxspec.server.state import TextModel
 from mlxspec.server.stream import failure
-from mlxspec.text.messages import listed
+from mlxspec.text.messages import as_list
 from mlxspec.types import Busy, Pooling, Request
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
@@ -58,7 +58,7 @@ async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
     server, dimensions = model.server, body.dimensions
     worker, most = server.worker, max(1, server.config.max_sequences // 2)
     requests = []
-    for i, given in enumerate(listed(body.input)):
+    for i, given in enumerate(as_list(body.input)):
         requests.append(await server.on_text_thread(_request, model, given, body.place.format(i)))
     vectors: dict[str, Any] = {}  # by request
     while some := requests[len(vectors) :][:most]:

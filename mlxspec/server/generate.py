@@ -53,7 +53,7 @@ async def respond(
     arrived = time.monotonic()
     prepared = await model.server.on_text_thread(prepare, model, body, writer.id, *args)
     observer = Observer(model, writer.id, prepared.choices, arrived)
-    return Generation(model, body, writer, prepared, observer)
+    return Generation(model, body.stream, body.progress, writer, prepared, observer)
 
 
 @dataclass
@@ -135,10 +135,12 @@ class Observer:
 
 @dataclass(frozen=True)
 class Generation:
-    """The response to one HTTP request, as an ASGI application that generates while it sends."""
+    """The response to one HTTP request, as an ASGI application that generates while it sends. It
+    does not keep the request's body, which may be large, while the answer may take long."""
 
     model: TextModel
-    body: Any
+    streamed: bool
+    progress: bool  # a stream tells in events how much of the prompt was read
     writer: ResponseWriter
     prepared: Prepared
     observer: Observer
@@ -156,7 +158,7 @@ class Generation:
         headers = {"x-request-id": id, "request-id": id}
         with self.observer.watch():
             try:
-                if self.body.stream:
+                if self.streamed:
                     events, media = self._events(outputs), self.writer.media
                     response = StreamingResponse(events, 200, headers | STREAM, media)
                     await response(scope, receive, send)
@@ -196,7 +198,7 @@ class Generation:
                     now = usage()
                     if writer.comment and now.read > told:
                         told = now.read
-                        yield writer.progress(now, self.body.progress)
+                        yield writer.progress(now, self.progress)
                 if not data and time.monotonic() - written >= pause:
                     data = writer.comment + writer.still_here()
                 if data:

@@ -26,7 +26,7 @@ from mlxspec.server.openai.schema import Common
 from mlxspec.server.state import TextModel
 from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage, texts
 from mlxspec.text.formats import format_of
-from mlxspec.text.messages import listed
+from mlxspec.text.messages import as_list
 from mlxspec.text.tool_calls import as_object
 from mlxspec.types import ModelInfo
 
@@ -35,7 +35,7 @@ def _turn(message: Any) -> Any:
     """A message of Ollama's as one of OpenAI's."""
     if not isinstance(message, dict):
         return message
-    images = listed(message.get("images") or [])
+    images = as_list(message.get("images") or [])
     if len(images) > MAX_ITEMS:
         raise ValueError(f"it has more than {MAX_ITEMS} images; send fewer")
     parts: list[Json] = [{"type": "image"} for _ in images]

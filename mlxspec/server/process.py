@@ -142,8 +142,10 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     )
 
     def meanwhile() -> None:
-        """Half a second of imports and parsing, while the engine's thread reads weights."""
-        chosen.tokenizer  # noqa: B018  cached
+        """What requests need beside the engine, whose thread reads weights; all of it is cached."""
+        from mlxspec.text.proof import call_support
+
+        call_support(chosen.tokenizer)
         import mlxspec.server.app  # noqa: F401
 
     group.watch(worker.die)

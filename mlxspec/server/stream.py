@@ -6,7 +6,7 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mlxspec.server.errors import ApiError, Json, unavailable
@@ -105,6 +105,7 @@ class Choice:
         groups = [[token] for token in output.tokens] if self.stops.strings else [output.tokens]
         for tokens in groups:
             made += self._up_to_stop(self.parser.feed(self.reader.feed(tokens)))
+            made += self._stop_in_space(self.parser.space)
             if self.stops.stopped is not None:
                 return made
             self._release()
@@ -115,6 +116,15 @@ class Choice:
             if self.stops.stopped is None and self.stops.pending:
                 made.append(Part("content", self.stops.flush()))
         return made
+
+    def _stop_in_space(self, space: str) -> list[Part]:
+        """The content up to a stop string of white space, which the parser holds back."""
+        stops = replace(self.stops)
+        text = stops.feed(space)
+        if not space or stops.stopped is None:
+            return []
+        self.stops = stops
+        return [Part("content", text)] if text else []
 
     def _up_to_stop(self, parts: Sequence[Part]) -> list[Part]:
         made = []

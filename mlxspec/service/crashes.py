@@ -1,4 +1,4 @@
-"""The service's process: it counts its crashes, and serves in safe mode after three of them.
+"""The service's process: it counts its crashes, and serves in safe mode after three.
 
 Rule: a process that did not record its end has crashed. A server that cannot start answers 503
 with the reason, so that no client hangs and launchd does not restart it in a loop.
@@ -21,25 +21,25 @@ from mlxspec.types import UserError
 
 SAFE_CRASHES, WINDOW_S = 3, 600.0
 LOG_BYTES, ROTATE_S = 10 << 20, 15.0
-REFUSE_S = 60.0  # then it exits, and the next connection tries the settings again
-CLIENT_S = 2.0  # for a client that is refused to send its request
+REFUSE_S = 60.0  # then it exits, and the next connection tries again
+CLIENT_S = 2.0  # for a refused client to send its request
 
 
 def files() -> tuple[Path, Path]:
-    """When crashed processes started, and the file that is locked while the service runs."""
+    """The file of crashed processes' start times, and the lock file of the running service."""
     folder = Path.home() / "Library/Application Support/mlxspec"
     return folder / "crashes.txt", folder / "service.lock"
 
 
 def is_running() -> bool:
-    """Whether the service's process is there. It is not woken."""
+    """Whether the service's process runs. Does not start it."""
     with lock(files()[1], wait=False) as free:
         return not free
 
 
 def read(path: Path, now: float) -> list[float]:
-    """When the last processes that crashed were started (Unix times), oldest first, within WINDOW_S
-    of `now`. Empty where the file is missing or damaged."""
+    """Start times of the last processes that crashed (Unix times), oldest first, within WINDOW_S
+    of `now`. Empty if the file is missing or damaged."""
     try:
         starts = list(map(float, path.read_text("utf-8").split()))
     except (OSError, ValueError):
@@ -48,7 +48,7 @@ def read(path: Path, now: float) -> list[float]:
 
 
 def write(path: Path, starts: list[float]) -> None:
-    """Replace the starts in the file; without it, as on a full disk, crashes are not counted."""
+    """Replace the start times in the file; if that fails, crashes are not counted."""
     with suppress(OSError):
         write_atomic(path, "\n".join(map(str, starts)).encode())
 
@@ -63,8 +63,8 @@ def serve(
     listener: socket.socket,
     log_file: Path,
 ) -> int:
-    """Serve on launchd's socket with the settings and these flags. Returns the exit status where
-    that cannot be."""
+    """Serve on launchd's socket with the settings and these flags. Returns the exit status if the
+    server cannot start."""
     threading.Thread(target=rotate, args=(log_file,), name="log", daemon=True).start()
     path, lock_file = files()
     with lock(lock_file):
@@ -88,7 +88,7 @@ def serve(
 
             serve_model(config, listener.dup(), note=note, ended=ended)
         except (UserError, ImportError, OSError) as error:
-            ended(0)  # it is no crash, however it ends
+            ended(0)  # not a crash, however it ends
             refuse(listener, f"{error}; then run: mlxspec service restart")
             return 0
 
@@ -103,8 +103,8 @@ def refuse(listener: socket.socket, reason: str) -> None:
         f"Server: mlxspec\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     )
     end = time.monotonic() + REFUSE_S
-    while (left := end - time.monotonic()) > 0:
-        listener.settimeout(left)
+    while (remaining := end - time.monotonic()) > 0:
+        listener.settimeout(remaining)
         with suppress(OSError):
             client, _ = listener.accept()
             with client:
@@ -112,7 +112,7 @@ def refuse(listener: socket.socket, reason: str) -> None:
                 client.recv(1 << 16)
                 client.sendall(answer.encode())
                 client.shutdown(socket.SHUT_WR)
-                while client.recv(1 << 16):  # to close before all is read would cut the answer off
+                while client.recv(1 << 16):  # closing before all is read would cut off the answer
                     pass
 
 

@@ -31,7 +31,7 @@ PROGRAM = (sys.executable, "-m", "mlxspec")
 VARIABLES = ("MLXSPEC_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME")
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 EXIT_S = 20  # to exit, in addition to `drain_s`
-START_S = 15.0  # for the installed service's process to be there
+START_S = 15.0  # for the installed service's process to start
 WAIT_S = 4000.0  # longer than the longest `drain_s`
 BOOTOUT_OK = (3, 36, 113)  # statuses: the label is unknown, or its process is still ending
 POLL_S = 0.1
@@ -133,8 +133,8 @@ def installed_url() -> str:
 
 
 def install(agent: Json) -> str:
-    """Install or change the service, and wait until it runs; if it does not, undo that, as for a
-    program in a folder that macOS keeps from what launchd starts. Raises ConfigError for a port in
+    """Install or change the service, and wait until it runs. If it does not, undo the change: macOS
+    may deny launchd's processes access to the program's folder. Raises ConfigError for a port in
     use."""
     from mlxspec.server.process import bind
 
@@ -149,9 +149,9 @@ def install(agent: Json) -> str:
         load_agent(agent)
         if not _until(crashes.is_running, START_S):
             raise UserError(
-                "the service did not start, so this is undone; macOS keeps what lies in ~/Desktop,"
-                " ~/Documents or ~/Downloads from it: move mlxspec out of there, or run: pipx"
-                " install . If that is not it, see: mlxspec service logs",
+                "the service did not start, so the change is undone; macOS denies it access to"
+                " ~/Desktop, ~/Documents and ~/Downloads: move mlxspec out of there, or run: pipx"
+                " install . For other reasons see: mlxspec service logs",
             )
     except (UserError, OSError):
         remove_agent(LABEL)
@@ -178,7 +178,7 @@ def start() -> str:
 
 
 def restart() -> str:
-    """Also ends safe mode."""
+    """Restart the service, and end safe mode."""
     _require_installed()
     unload()
     crashes.forget()
@@ -229,7 +229,7 @@ def unload(label: str = LABEL) -> None:
 
 
 def _until(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait for something that launchd does; whether it was done in time."""
+    """Wait for launchd to do something; returns whether it did in time."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -239,11 +239,11 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
 
 
 def remove_agent(label: str) -> bool:
-    """End an agent and delete its definition; whether there was one."""
+    """End an agent and delete its definition; returns whether there was one."""
     unload(label)
-    found = agent_file(label).exists()
+    existed = agent_file(label).exists()
     agent_file(label).unlink(missing_ok=True)
-    return found
+    return existed
 
 
 def _launchctl(*args: str, ok: Sequence[int] = ()) -> int:

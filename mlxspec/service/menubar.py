@@ -1,4 +1,4 @@
-"""The menu bar of a Mac: a status becomes a menu, which rumps shows.
+"""The menu bar of a Mac: turns a status into a menu, which rumps shows.
 
 Rule: the menu is plain data and a pure function of the status, and each action is a command.
 """
@@ -20,7 +20,7 @@ POLL_S = 2.0
 WIDTH = 80  # characters of a title
 ICONS: dict[State, str] = {"stopped": "○", "loading": "◐", "asleep": "◌", "busy": "●", "idle": "●"}
 WARNING = "⚠"
-# What can be done with the service.
+# Commands for the service, by its state.
 VERBS: dict[Service, tuple[str, ...]] = {
     "stopped": ("start",),
     "waiting": ("start", "stop"),
@@ -84,7 +84,7 @@ def show(poll: Callable[[], Menu]) -> None:
             time.sleep(POLL_S)
 
     def draw(_: Any) -> None:
-        """On the main thread, which alone may use rumps."""
+        """Runs on the main thread, the only one that may use rumps."""
         nonlocal shown
         if newest == shown:
             return

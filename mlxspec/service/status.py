@@ -1,6 +1,6 @@
 """The state of the server and the service: for `mlxspec status` and the menu bar.
 
-Rule: asking starts nothing, so a service that waits for its first request is not asked.
+Rule: a query starts nothing, so a service that waits for its first request is not queried.
 """
 
 import json
@@ -22,8 +22,8 @@ DOWN: frozenset[State] = frozenset({"stopped", "unwell"})
 
 @dataclass(frozen=True)
 class Status:
-    """The server at `url`, and the service if that listens there. Without a version, the server
-    was not asked or did not answer."""
+    """The server at `url`, and the service if it listens there. Without a version, the server was
+    not queried or did not answer."""
 
     url: str
     state: State
@@ -35,7 +35,7 @@ class Status:
     models: Mapping[str, str] = field(default_factory=dict)  # name: loaded, loading, unloaded
     running: int = 0
     waiting: int = 0
-    speed: float = 0.0  # tokens/s of what runs, or of the last answer
+    speed: float = 0.0  # tokens/s of running answers, or of the last one
     tokens_per_round: float = 0.0  # in the last answers
     accepted: float = 0.0  # share of their drafted tokens
     footprint: int = 0  # bytes of the process, 0 before it has worked
@@ -43,7 +43,7 @@ class Status:
 
 
 def get_status(url: str, api_key: str = "") -> Status:
-    """Ask the server at `url`."""
+    """Query the server at `url`."""
     service: Service = "running"
     installed = launchd.installed_url()
     if installed != url:

@@ -1,7 +1,7 @@
-"""Chat templates and encoding: from what a client wrote to token ids.
+"""Chat templates and encoding: from a client's messages to token ids.
 
 One conversation renders to the same tokens however it was spelled (a list of one part is its
-string). It is rewritten only where the model's template refuses it, always in the same way.
+string). It is rewritten only if the model's template refuses it, always in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ from mlxspec.text.messages import (
     clean,
     rejected,
 )
-from mlxspec.text.rewrites import GENTLE, Rewrite, rewrites_for, rewritten, tools_as_text
+from mlxspec.text.rewrites import GENTLE, Rewrite, apply_rewrites, rewrites_for, tools_as_text
 from mlxspec.text.template import apply_template, template_reads
 from mlxspec.text.tool_calls import as_object
 from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
 
-Tokenizer = TokenizerWrapper  # the name that the server knows it by
+Tokenizer = TokenizerWrapper  # the server's name for it
 
-FIRST_CHARS = 8  # for each token of the context: few texts have more
+FIRST_CHARS = 8  # per token of the context; few texts have more
 
 RESERVED = frozenset(  # variables of a template that the server sets, not a request
     "messages conversation tools chat_template tokenize add_generation_prompt padding truncation"
@@ -59,27 +59,27 @@ LIMITS = {  # of the default sampling parameters: type, minimum, maximum
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model directory, its end tokens from generation_config.json, else from
-    config.json. Raises InvalidRequest where none can be used."""
+    config.json. Raises InvalidRequest if it is not usable."""
     generation, config = read_json(path / "generation_config.json"), read_json(path / "config.json")
     eos = generation.get("eos_token_id") or config.get("eos_token_id")
-    own: Json = {"trust_remote_code": False}  # else transformers asks whether to run it
+    options: Json = {"trust_remote_code": False}  # else transformers asks whether to run it
     template = read_json(path / "chat_template.json").get("chat_template")  # of image models
-    known = read_json(path / "tokenizer_config.json").get("chat_template")
-    if template and not known and not (path / "chat_template.jinja").exists():
-        own["chat_template"] = template
+    configured = read_json(path / "tokenizer_config.json").get("chat_template")
+    if template and not configured and not (path / "chat_template.jinja").exists():
+        options["chat_template"] = template
     try:
-        tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
+        tokenizer: Tokenizer = load_wrapper(path, options, eos_token_ids=eos)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever the libraries raise at such files
         why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
         raise InvalidRequest(why) from error
     if not tokenizer.vocab_size:
         why = f"{path} has a tokenizer without a vocabulary; give a complete model directory"
         raise InvalidRequest(why)
-    if not tokenizer.has_tool_calling:  # then Hermes' is what a model may have seen
-        read = tokenizer.detokenizer
+    if not tokenizer.has_tool_calling:  # it may have been trained on Hermes'
+        detokenizer = tokenizer.detokenizer
         tokenizer = TokenizerWrapper(
             tokenizer._tokenizer,
-            lambda _: read,
+            lambda _: detokenizer,
             tokenizer.eos_token_ids,
             tool_call_start=json_tools.tool_call_start,
             tool_call_end=json_tools.tool_call_end,
@@ -92,30 +92,30 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
-    """Raises InvalidRequest where the two give an id to different tokens; `names` are the models'.
-    Ids beyond the other's last do no harm: they are never drafted, or never accepted."""
-    own, other = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
-    for i in range(min(max(own), max(other)) + 1):
-        if own.get(i) != other.get(i):
+    """Raises InvalidRequest if an id is a different token in each; `names` are the models'. Ids
+    beyond the other's last do no harm: they are never drafted, or never accepted."""
+    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
+    for i in range(min(max(ours), max(theirs)) + 1):
+        if ours.get(i) != theirs.get(i):
             raise InvalidRequest(
                 f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is"
-                f" {other.get(i)!r} there and {own.get(i)!r} here; give a model of the same family,"
-                " or leave --draft out",
+                f" {theirs.get(i)!r} there and {ours.get(i)!r} here; give a model of the same"
+                " family, or leave --draft out",
             )
 
 
 def generation_defaults(path: Path) -> Sampling:
-    """Sampling parameters for what a request leaves out, from generation_config.json. A value that
-    is not a number or out of range is left out, with a warning."""
-    found = read_json(path / "generation_config.json")
+    """Default sampling parameters, from generation_config.json. A value that is not a number or
+    out of range is ignored, with a warning."""
+    config = read_json(path / "generation_config.json")
     values: Json = {}
     for name, (kind, least, most) in LIMITS.items():
-        value: Any = found.get(name)
+        value: Any = config.get(name)
         if type(value) in (int, kind) and least <= value <= most:
             values[name] = value
         elif value is not None:
             log.warning("%s: %s = %s is out of range and ignored", path, name, shown(value))
-    if found.get("do_sample") is False:
+    if config.get("do_sample") is False:
         values["temperature"] = 0.0
     return Sampling(**values)
 
@@ -129,8 +129,8 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
 
 
 def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:
-    """Raises TooLong, naming `field`, for a text far longer than `context` tokens, judged by its
-    beginning: to encode all of it would take a second or two per megabyte."""
+    """Raises TooLong, naming `field`, for a text far longer than `context` tokens, estimated from
+    its beginning: encoding all of it would take a second or two per megabyte."""
     size = context * FIRST_CHARS
     while size < len(text):
         n = len(tokenizer.encode(text[:size].replace(MARK, ""), add_special_tokens=False))
@@ -146,7 +146,7 @@ def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> N
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Canonical messages, the tools that may be called, and further variables of the template.
-    `continued`: the last message is an answer that goes on."""
+    `continued`: the last message is an answer to continue."""
 
     messages: Messages
     tools: Tools = ()
@@ -156,8 +156,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as the template writes it, with the marks of control_tokens.py, its token ids,
-    and whether its end opens the reasoning or (False) closes it; None: the answer may open it."""
+    """A conversation as the template renders it, with the marks of control_tokens.py, and its token
+    ids. `thinking`: its end opens the reasoning; False: it closes it; None: the answer may open
+    it."""
 
     text: str
     ids: list[int]
@@ -170,8 +171,8 @@ def conversation_of(
     options: Mapping[str, Any],
     history: History,
 ) -> Conversation:
-    """What a client sent, in canonical form, its calls as the model made them, unless the client
-    has changed more than to add defaults. Raises RejectedRequest."""
+    """A client's request in canonical form. Its calls are as the model wrote them, unless the
+    client changed more than to add defaults. Raises RejectedRequest."""
     for name in options:
         if name in RESERVED:
             why = f"chat_template_kwargs.{name} is set by the server; leave it out"
@@ -179,11 +180,11 @@ def conversation_of(
     plain = canonical(messages)
     for message in plain:
         for call in message.get("tool_calls", ()):
-            made, sent = history.call(call.get("id", "")), call["function"]
-            if made and made.name == sent["name"]:
-                arguments = as_object(made.arguments)
-                if arguments.items() <= sent["arguments"].items():
-                    sent["arguments"] = arguments
+            original, function = history.call(call.get("id", "")), call["function"]
+            if original and original.name == function["name"]:
+                arguments = as_object(original.arguments)
+                if arguments.items() <= function["arguments"].items():
+                    function["arguments"] = arguments
     return Conversation(plain, check_tools(tools), options)
 
 
@@ -196,12 +197,12 @@ def render(
     field: str = "messages",
 ) -> RenderedPrompt:
     """The prompt of a conversation, with `generation_prompt` up to the assistant's turn. Raises
-    RejectedRequest for the messages, and TooLong for `field` where the text is far longer than
+    RejectedRequest for the messages, and TooLong for `field` if the text is far longer than
     `context` tokens; 0: any length."""
-    if context:  # before a template is rendered that may refuse it in each of several forms
-        asked = [m["content"] for m in conversation.messages if m["role"] != "assistant"]
-        check_length(tokenizer, "".join(asked), context, field)
-    text = _rendered(tokenizer, conversation, generation_prompt)
+    if context:  # before rendering, which may be tried in several forms
+        texts = [m["content"] for m in conversation.messages if m["role"] != "assistant"]
+        check_length(tokenizer, "".join(texts), context, field)
+    text = _render(tokenizer, conversation, generation_prompt)
     if context:
         check_length(tokenizer, text, context, field)
     ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
@@ -232,64 +233,64 @@ def remember(
     ids: Sequence[int],
     history: History,
 ) -> None:
-    """Keeps the tokens of an `answer`, a canonical message that ended by itself."""
+    """Keep the tokens of an `answer`, a canonical message that ended by itself."""
     messages = [*conversation.messages, dict(answer)]
     try:
-        after = _rendered(tokenizer, replace(conversation, messages=messages), False)
+        after = _render(tokenizer, replace(conversation, messages=messages), False)
     except RejectedRequest:  # the next turn will encode this answer again
         return
     end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
     rendered = after[len(before.text) :].replace(MARK, "")
-    if str(answer.get("reasoning_content", "")).strip() in rendered:  # or the template hides it
+    if str(answer.get("reasoning_content", "")).strip() in rendered:  # else the template hides it
         history.keep_turn(before.text, after, ids, end)
 
 
 @lru_cache(16)
 def rewrites_of(tokenizer: Tokenizer) -> tuple[Rewrite, ...]:
-    """The rewritings that a tokenizer's template needs."""
+    """The rewrites that a tokenizer's template needs."""
     options = {"tools": PROBE_TOOLS} if template_reads(tokenizer, "tools") else {}
     render = partial(apply_template, tokenizer, add_generation_prompt=True, **options)
     return rewrites_for(render, format_of(tokenizer))
 
 
-def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
-    """The template's text. Where the template refuses the messages, more rewritings are tried, then
-    to leave out an effort, of which it may know other words."""
+def _render(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
+    """The template's text. If the template refuses the messages, more rewrites are tried, then no
+    `reasoning_effort`, for which it may know other words."""
     if not tokenizer.has_chat_template:
         why = "cannot be rendered: the model has no chat template; use /v1/completions"
         raise rejected("messages", why)
-    reason, ways = "", [conversation]
+    reason, variants = "", [conversation]
     if conversation.options.get("reasoning_effort", "none") != "none":
         others = {k: v for k, v in conversation.options.items() if k != "reasoning_effort"}
-        ways.append(replace(conversation, options=others))
+        variants.append(replace(conversation, options=others))
     if not conversation.tools and template_reads(tokenizer, "tools"):  # some templates need a list
-        ways.append(replace(conversation, options={**conversation.options, "tools": []}))
-    # The last reason is of the messages as they came.
-    for way, rewrites in product(ways, (rewrites_of(tokenizer), GENTLE, ())):
+        variants.append(replace(conversation, options={**conversation.options, "tools": []}))
+    # The last reason is for the unchanged messages.
+    for variant, rewrites in product(variants, (rewrites_of(tokenizer), GENTLE, ())):
         try:
-            return _applied(tokenizer, way, rewrites, generation_prompt)
+            return _apply(tokenizer, variant, rewrites, generation_prompt)
         except Exception as error:  # a template raises whatever its author chose
             reason = str(error).strip() or type(error).__name__
     why = f"do not fit: the model's chat template refuses them: {reason}; change roles or order"
     raise rejected("messages", why)
 
 
-def _applied(
+def _apply(
     tokenizer: Tokenizer,
     conversation: Conversation,
     rewrites: Sequence[Rewrite],
     generation_prompt: bool,
 ) -> str:
-    """The text of rewritten messages, in which no text is a control token. Tools are spelled out
-    where the template knows none."""
+    """The text of rewritten messages, in which no client's text is a control token. Tools become
+    text if the template has none."""
     special = control_tokens_of(tokenizer)
     messages = []
     for turn in conversation.messages:
         pattern = special.answers if turn["role"] == "assistant" else special.begins
-        made = {**marked(turn, pattern), "role": turn["role"]}
-        if is_harmony(tokenizer) and made.get("tool_calls") and made["content"]:
-            made.pop("reasoning_content", None)  # a call's turn has one of them
-        messages.append(made)
+        message = {**marked(turn, pattern), "role": turn["role"]}
+        if is_harmony(tokenizer) and message.get("tool_calls") and message["content"]:
+            message.pop("reasoning_content", None)  # a call's turn has one of them
+        messages.append(message)
     tools = marked(conversation.tools, special.begins)
     options = marked(conversation.options, special.begins)
     if not template_reads(tokenizer, "tools"):
@@ -299,5 +300,5 @@ def _applied(
     options["add_generation_prompt"] = generation_prompt and not conversation.continued
     if conversation.continued:
         options["continue_final_message"] = True
-    turns = rewritten(messages, rewrites, format_of(tokenizer))
+    turns = apply_rewrites(messages, rewrites, format_of(tokenizer))
     return clean(apply_template(tokenizer, turns, **options))

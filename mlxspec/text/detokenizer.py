@@ -1,7 +1,7 @@
 """Turns token ids into the text that a client sees.
 
-The text depends on the tokens alone, never on how they were grouped. No character is shown in
-pieces, nothing of a stop string is shown, and what might become one is held back.
+The text depends only on the tokens, never on how they were grouped. Incomplete characters and stop
+strings are never shown, and text that may become a stop string is held back.
 """
 
 import codecs
@@ -19,11 +19,11 @@ from mlx_lm.tokenizer_utils import (
 )
 
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-NEUTRAL = "a"  # stands before a token whose text depends on what is before it
+NEUTRAL = "a"  # goes before a token whose text depends on the token before
 
 
-def held_back(text: str, strings: Collection[str]) -> int:
-    """Length in characters of the longest end of the text with which one of the strings begins."""
+def partial_length(text: str, strings: Collection[str]) -> int:
+    """Length in characters of the longest suffix of the text that begins one of the strings."""
     longest = max(map(len, strings), default=1)
     for n in range(min(longest - 1, len(text)), 0, -1):
         if any(string.startswith(text[-n:]) for string in strings):
@@ -33,8 +33,8 @@ def held_back(text: str, strings: Collection[str]) -> int:
 
 @dataclass(slots=True)
 class StopStrings:
-    """Looks for stop strings in a text that comes in pieces, and ends it before the one that is
-    whole first: `stopped`. What may become one is held back, `pending`."""
+    """Finds stop strings in a text that comes in pieces, and truncates it before the first complete
+    one, `stopped`. `pending` is the text held back because it may become one."""
 
     strings: Sequence[str] = ()
     pending: str = ""
@@ -43,13 +43,13 @@ class StopStrings:
     def feed(self, text: str) -> str:
         """The text that is certain now."""
         self.pending += text
-        found = []
+        matches = []
         for stop in self.strings:
             if (at := self.pending.find(stop)) >= 0:
-                found.append((at + len(stop), at, stop))
-        if not found:
-            return self.flush(len(self.pending) - held_back(self.pending, self.strings))
-        _, at, self.stopped = min(found)
+                matches.append((at + len(stop), at, stop))
+        if not matches:
+            return self.flush(len(self.pending) - partial_length(self.pending, self.strings))
+        _, at, self.stopped = min(matches)
         return self.flush(at)
 
     def flush(self, n: int | None = None) -> str:
@@ -61,13 +61,13 @@ class StopStrings:
 @dataclass
 class Detokenizer:
     """The detokenizer of one choice. `stop` are stop strings; `stop_tokens` end the text and are
-    never shown. An answer does not begin with the space that its first token may carry; with
-    `prompt_text_continues` the text goes on from the prompt's and keeps it.
+    never shown. The leading space of an answer's first token is dropped, unless the text continues
+    the prompt's (`prompt_text_continues`).
 
-    `shown` counts the characters that were shown. `count` is the number of tokens read, including a
-    stop token and the token that completed a stop string. `released` has, for each token of whose
-    text something was shown, where its text begins: its log-probability may be sent. The caller may
-    empty it. Nothing is read after the end.
+    `shown` counts the characters shown. `count` is the number of tokens read, including a stop
+    token and the token that completed a stop string. `released` has the start of the text of each
+    token that was shown at least in part, so that its log-probability may be sent; the caller may
+    empty it. Tokens after the end are ignored.
     """
 
     tokenizer: TokenizerWrapper
@@ -78,8 +78,8 @@ class Detokenizer:
     def __post_init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         trims = getattr(self.tokenizer.detokenizer, "trim_space", True)
-        spelled = is_byte_level(self.tokenizer)  # whose first space is the answer's
-        self._trim = trims and not spelled and not self.prompt_text_continues
+        byte_level = is_byte_level(self.tokenizer)  # its first space belongs to the answer
+        self._trim = trims and not byte_level and not self.prompt_text_continues
         self.stops = StopStrings(self.stop)
         self.shown = 0  # characters
         self._starts: deque[int] = deque()  # where the text of each unreleased token begins
@@ -98,7 +98,7 @@ class Detokenizer:
                 self.ended = True
                 break
             self._starts.append(self.shown + len(self.stops.pending))
-            shown.append(self._take(self._utf8.decode(token_bytes(self.tokenizer, token))))
+            shown.append(self._append(self._utf8.decode(token_bytes(self.tokenizer, token))))
         return "".join(shown)
 
     def finish(self) -> str:
@@ -106,7 +106,7 @@ class Detokenizer:
         self.ended = True
         if self.stopped is not None:
             return ""
-        text = self._take(self._utf8.decode(b"", True))
+        text = self._append(self._utf8.decode(b"", True))
         if self.stopped is None:
             text += self._show(self.stops.flush())
             self.released += self._starts
@@ -114,11 +114,11 @@ class Detokenizer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was met."""
+        """The stop string that ended the text; None if there was none."""
         return self.stops.stopped
 
-    def _take(self, text: str) -> str:
-        """Adds text; returns what can be shown now."""
+    def _append(self, text: str) -> str:
+        """Append text; returns what can be shown now."""
         if self._trim and text:
             text, self._trim = text.removeprefix(" "), False
         shown = self.stops.feed(text)
@@ -135,18 +135,17 @@ class Detokenizer:
 @lru_cache(16)
 def is_byte_level(tokenizer: TokenizerWrapper) -> bool:
     """Whether tokens are spelled in GPT-2's byte alphabet, whatever decoder the files name: some
-    conversions have SentencePiece's."""
+    conversions name SentencePiece's."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
-    spells = "ByteLevel" in str(getattr(backend, "pre_tokenizer", ""))
-    return spells or isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer)
+    byte_level = "ByteLevel" in str(getattr(backend, "pre_tokenizer", ""))
+    return byte_level or isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer)
 
 
 @lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
-    """The UTF-8 bytes that a token stands for, also of a part of a character; none for an unknown
-    id."""
-    known = token < len(tokenizer)
-    piece: str | None = tokenizer.convert_ids_to_tokens(token) if known else None
+    """The UTF-8 bytes of a token, which may be part of a character; empty for an unknown id."""
+    in_vocabulary = token < len(tokenizer)
+    piece: str | None = tokenizer.convert_ids_to_tokens(token) if in_vocabulary else None
     if piece is None:  # a model's vocabulary may be padded with ids that mean nothing
         return b""
     if byte := BYTE_PIECE.fullmatch(piece):
@@ -160,7 +159,7 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
     if token in tokenizer.added_tokens_decoder:  # spelled out
         return piece.encode()
     alphabet = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte
-    made = bytearray()
+    data = bytearray()
     for char in piece:
-        made += bytes([alphabet[char]]) if char in alphabet else char.encode()
-    return bytes(made)
+        data += bytes([alphabet[char]]) if char in alphabet else char.encode()
+    return bytes(data)

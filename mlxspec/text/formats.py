@@ -1,4 +1,4 @@
-"""How a model writes calls and reasoning, learned from renderings of its own chat template."""
+"""How a model writes calls and reasoning, learned from what its chat template renders."""
 
 import re
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from jinja2 import Template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
@@ -18,14 +19,14 @@ from mlxspec.text.layouts import (
     TAG,
     Layout,
     NamedCall,
-    alike,
-    learned,
+    common_length,
+    learn_layout,
 )
-from mlxspec.text.template import apply_template, compiled, template_reads
+from mlxspec.text.template import apply_template, compile_template, template_reads
 from mlxspec.types import Json
 
-# Formats that no template may show, as templates: by mlx-lm's name for what it infers from a
-# template's words, and by a token of the vocabulary.
+# Call formats that a model's template may not show, as templates: by mlx-lm's name for the format
+# that it infers from a template, and by a token of the vocabulary.
 KNOWN = {path.stem: path for path in (Path(__file__).parent / "calls").glob("*.jinja")}
 ALIASES = {"laguna": "glm47"}
 BY_TOKEN = {
@@ -33,8 +34,9 @@ BY_TOKEN = {
     "<|tool_call|>": "granite_3",
     "<|tool_call_start|>": "pythonic",
     "<|python_tag|>": "python_tag",
+    "[TOOL_CALLS]": "mistral",  # Codestral, and conversions whose templates have no tools
 }
-# Reasoning of models whose templates do not write it, where mlx-lm does not know it: Magistral's
+# Markers of reasoning that templates do not write and mlx-lm does not know: Magistral's
 # (https://huggingface.co/mistralai/Magistral-Small-2509).
 THINKING = (("[THINK]", "[/THINK]"),)
 
@@ -44,7 +46,7 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>
 NEXT_MESSAGE, MESSAGE_END = "<|start|>assistant", "<|end|>"
 FUNCTION_CALL = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>"
 
-SAID, THOUGHT = "zqsaid", "zqthought"
+CONTENT, THOUGHT = "zqsaid", "zqthought"
 PROBE_TOOLS: list[Json] = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
     for parameters in [{"type": "object", "properties": {key: {} for key in ARGUMENTS}}]
@@ -52,24 +54,24 @@ PROBE_TOOLS: list[Json] = [
 ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # one for a tokenizer; a key of caches
+@dataclass(frozen=True, slots=True, eq=False)  # one per tokenizer; a key of caches
 class ChatFormat:
-    """What the model of one tokenizer writes. `layouts`: of its calls, its template's first, then
-    others that it may write. `own`: the first is learned from the template. `spelled`: the known
-    format of calls of the history, which the template leaves out. `around`: the markers that stand
-    around a text. Those of its reasoning are "" where it has none."""
+    """What the model of one tokenizer writes. `layouts` of its calls: the template's first, then
+    others that it may write. `learned`: the first is from the template. `history_format`: the known
+    format for calls of the history, if the template leaves them out. `text_markers`: the markers
+    around a text. The markers of its reasoning are "" if it has none."""
 
     layouts: tuple[Layout, ...]
-    own: bool
-    spelled: str
-    around: tuple[str, ...]
+    learned: bool
+    history_format: str
+    text_markers: tuple[str, ...]
     think_start: str
     think_end: str
     think_start_tokens: tuple[int, ...]
     think_end_tokens: tuple[int, ...]
 
     def reasoning_length(self, ids: Sequence[int]) -> int:
-        """How many tokens of an answer are up to the end of its reasoning; all if none ends it."""
+        """Tokens of an answer through the end of its reasoning; all of them if it does not end."""
         n = len(self.think_end_tokens)
         ends = (i for i in range(n, len(ids) + 1) if tuple(ids[i - n : i]) == self.think_end_tokens)
         return next(ends, len(ids))
@@ -78,22 +80,22 @@ class ChatFormat:
 @lru_cache(16)
 def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
     """The format of a tokenizer's model."""
-    own, dropped = None, False
+    layout, dropped = None, False
     start, end = _thinking(tokenizer)
     if template_reads(tokenizer, "tool") and not is_harmony(tokenizer):
-        own, dropped = _own_layout(tokenizer, rf"\s*{re.escape(start)}\s*{re.escape(end)}\s*")
-    vocab = tokenizer.get_vocab()
+        empty = rf"\s*{re.escape(start)}\s*{re.escape(end)}\s*"
+        layout, dropped = _template_layout(tokenizer, empty)
     inferred = tokenizer.tool_parser.__module__.split(".")[-1] if tokenizer.tool_parser else ""
-    names = [name for token, name in BY_TOKEN.items() if token in vocab]
+    names = [name for token, name in BY_TOKEN.items() if has_tokens(tokenizer, token)]
     names += [ALIASES.get(inferred, inferred), "json_tools", "tools_tag"]
     names = [name for name in names if name in KNOWN]
-    layouts = ([own] if own else []) + [layout_of(name) for name in names]
+    layouts = ([layout] if layout else []) + [layout_of(name) for name in names]
     ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (start, end)]
-    spelled = names[0] if dropped else ""
+    history_format = names[0] if dropped else ""
     return ChatFormat(
         tuple(dict.fromkeys(layouts)),
-        bool(own),
-        spelled,
+        bool(layout),
+        history_format,
         _around_text(tokenizer, (start, end)),
         start,
         end,
@@ -104,7 +106,13 @@ def format_of(tokenizer: TokenizerWrapper) -> ChatFormat:
 @lru_cache(16)
 def is_harmony(tokenizer: TokenizerWrapper) -> bool:
     """Whether the model writes OpenAI's Harmony."""
-    return bool({"<|channel|>", "<|message|>"} <= tokenizer.get_vocab().keys())
+    return has_tokens(tokenizer, "<|channel|>", "<|message|>")
+
+
+def has_tokens(tokenizer: TokenizerWrapper, *tokens: str) -> bool:
+    """Whether all of these are in the vocabulary, of which `get_vocab` makes a copy each time."""
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    return None not in ids and tokenizer.convert_ids_to_tokens(ids) == list(tokens)
 
 
 @lru_cache(16)
@@ -116,30 +124,35 @@ def has_headers(tokenizer: TokenizerWrapper) -> bool:
 @lru_cache
 def layout_of(name: str) -> Layout:
     """The layout of a known format."""
-    layout = learned(lambda calls: written(name, calls))
+    layout = learn_layout(lambda calls: render_calls(name, calls))
     assert layout, name
     return layout
 
 
-def written(name: str, calls: Sequence[NamedCall]) -> str:
-    """Calls in a known format."""
+def render_calls(name: str, calls: Sequence[NamedCall]) -> str:
+    """The text of calls in a known format."""
     named = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return compiled(KNOWN[name].read_text("utf-8")).render(calls=named)
+    return _known_template(name).render(calls=named)
 
 
-def _rendered(
+@lru_cache
+def _known_template(name: str) -> Template:
+    return compile_template(KNOWN[name].read_text("utf-8"))
+
+
+def _render_answer(
     tokenizer: TokenizerWrapper,
     tools: Sequence[Json] = PROBE_TOOLS,
     **answer: object,
 ) -> str:
-    """A conversation in which the assistant answers so."""
+    """The text of a conversation with this answer of the assistant."""
     turn = {"role": "assistant", "content": "", **answer}
     turns: list[Json] = [{"role": "user", "content": "q"}, turn]
     return apply_template(tokenizer, turns, tools=tools, add_generation_prompt=False)
 
 
 def _as_turn(calls: Sequence[NamedCall]) -> list[Json]:
-    """Calls as a turn of the assistant has them."""
+    """Calls as in a turn of the assistant."""
     functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
     return [
         {"id": f"{CALL_ID}{i}", "type": "function", "function": function}
@@ -147,54 +160,54 @@ def _as_turn(calls: Sequence[NamedCall]) -> list[Json]:
     ]
 
 
-def written_by(
+def template_calls(
     tokenizer: TokenizerWrapper,
     calls: Sequence[NamedCall],
     tools: Sequence[Json] = PROBE_TOOLS,
 ) -> str:
-    """Calls as the template writes them: what stands in a turn of them and not in one of text.
-    Raises whatever the template's author chose."""
-    plain = _rendered(tokenizer, tools, content=SAID)
-    return _beyond(_rendered(tokenizer, tools, tool_calls=_as_turn(calls)), plain)
+    """The text of calls as the template writes them: what a turn of calls has and a turn of text
+    has not. Raises whatever the template's author chose."""
+    plain = _render_answer(tokenizer, tools, content=CONTENT)
+    return _difference(_render_answer(tokenizer, tools, tool_calls=_as_turn(calls)), plain)
 
 
-def _own_layout(tokenizer: TokenizerWrapper, thoughtless: str) -> tuple[Layout | None, bool]:
-    """The layout of the calls that the template writes into the history, None if it writes none or
-    one that is not understood; and whether it leaves them out. `thoughtless`: the pattern of
-    reasoning without a text."""
+def _template_layout(tokenizer: TokenizerWrapper, empty_thought: str) -> tuple[Layout | None, bool]:
+    """The layout of calls that the template writes into the history, None if it writes none or one
+    that is not understood; and whether it leaves calls out. `empty_thought`: the pattern of
+    reasoning without text."""
 
     def write(calls: Sequence[NamedCall]) -> str:
-        text = re.sub(rf"\A{thoughtless}", "", written_by(tokenizer, calls))
+        text = re.sub(rf"\A{empty_thought}", "", template_calls(tokenizer, calls))
         start = tokenizer.tool_call_start or ""
         at = max(0, text.find(start))
-        # mlx-lm says where calls begin, but for Hermes' marker, which may be in another's section.
+        # mlx-lm knows where calls begin, but Hermes' marker may be inside another format's section.
         inside = start == json_tools.tool_call_start and re.search(TAG, text[:at])
         return text if inside else text[at:]
 
     try:
-        return learned(write), NAME not in write([(NAME, ARGUMENTS)])
+        return learn_layout(write), NAME not in write([(NAME, ARGUMENTS)])
     except Exception:  # a template raises whatever its author chose
         return None, False
 
 
-def _beyond(text: str, plain: str) -> str:
-    """What stands in a text and not in another, in whole pieces."""
+def _difference(text: str, plain: str) -> str:
+    """The part of `text` that is not in `plain`, in whole pieces."""
     pieces, others = PIECE.findall(text), PIECE.findall(plain)
-    n = alike(pieces, others)
-    end = len(pieces) - alike(pieces[n:][::-1], others[n:][::-1])
+    n = common_length(pieces, others)
+    end = len(pieces) - common_length(pieces[n:][::-1], others[n:][::-1])
     if re.fullmatch(rf".*{TAG}(?!zq)\w+", "".join(pieces[n:end]), re.DOTALL):
         end += 1  # the word of a marker that is a word between two tags
     return "".join(pieces[n:end])
 
 
 def _around_text(tokenizer: TokenizerWrapper, thinking: tuple[str, str]) -> tuple[str, ...]:
-    """The markers that the template writes around the text of an answer, as Command R's does: what
-    the prompt of an answer does not end with. None where answers have headers."""
+    """The markers that the template writes around the text of an answer, as Command R's does, and
+    not at the end of a prompt. Empty if answers have headers."""
     if has_headers(tokenizer) or not tokenizer.has_chat_template:
         return ()
-    user = [{"role": "user", "content": SAID}]
+    user = [{"role": "user", "content": CONTENT}]
     try:
-        said = _rendered(tokenizer, content=SAID)
+        answer = _render_answer(tokenizer, content=CONTENT)
         prompt = apply_template(
             tokenizer,
             user,
@@ -203,8 +216,8 @@ def _around_text(tokenizer: TokenizerWrapper, thinking: tuple[str, str]) -> tupl
         )
     except Exception:  # a template raises whatever its author chose
         return ()
-    prompt = prompt.rpartition(SAID)[2]
-    before, _, after = said.partition(SAID)
+    prompt = prompt.rpartition(CONTENT)[2]
+    before, _, after = answer.partition(CONTENT)
     opens = re.search(rf"{TAG}\Z", before.rstrip())
     closes = re.match(rf"\s*({TAG})", after)
     if not opens or not closes or opens[0] in (*thinking, *re.findall(TAG, prompt)):
@@ -217,23 +230,23 @@ def _thinking(tokenizer: TokenizerWrapper) -> tuple[str, str]:
     template's."""
     if is_harmony(tokenizer):
         return ANALYSIS, MESSAGE_END
-    vocab = tokenizer.get_vocab()
-    for pair in THINKING:
-        if vocab.keys() >= set(pair) and all(template_reads(tokenizer, each) for each in pair):
+    pairs = [pair for pair in THINKING if has_tokens(tokenizer, *pair)]
+    for pair in pairs:
+        if all(template_reads(tokenizer, marker) for marker in pair):
             return pair
     if tokenizer.has_thinking:
         return tokenizer.think_start, tokenizer.think_end
-    answers: list[Json] = [{"content": SAID}, {"tool_calls": _as_turn([(NAME, ARGUMENTS)])}]
+    answers: list[Json] = [{"content": CONTENT}, {"tool_calls": _as_turn([(NAME, ARGUMENTS)])}]
     for answer in [] if tokenizer.response_transitions else answers:
         try:
-            text = _rendered(tokenizer, reasoning_content=THOUGHT, **answer)
-            silent = _rendered(tokenizer, content=SAID).partition(SAID)[0].rstrip()
+            text = _render_answer(tokenizer, reasoning_content=THOUGHT, **answer)
+            silent = _render_answer(tokenizer, content=CONTENT).partition(CONTENT)[0].rstrip()
         except Exception:  # a template raises whatever its author chose
             continue
         before, _, after = text.partition(THOUGHT)
         start = re.search(rf"{TAG}\Z", before.rstrip())
         end = re.match(rf"\s*({TAG})", after)
-        known = start and silent.endswith(start[0])  # it stands before any text
-        if start and end and not known and (SAID in after or NAME in after):
+        always = start and silent.endswith(start[0])  # also before text without reasoning
+        if start and end and not always and (CONTENT in after or NAME in after):
             return start[0], end[1]
-    return next((pair for pair in THINKING if vocab.keys() >= set(pair)), ("", ""))
+    return next(iter(pairs), ("", ""))

@@ -1,7 +1,7 @@
 """The generated tokens of past answers, so that the next turn's prompt repeats them exactly.
 
-Where a rendered conversation contains an answer of this server, its tokens are used. Other text,
-also an answer that the client changed, is encoded as it came. Text thread only.
+If a rendered conversation contains an answer of this server, its original tokens are used. Other
+text, including an answer that the client changed, is encoded again. Text thread only.
 """
 
 from collections import OrderedDict
@@ -11,15 +11,15 @@ from hashlib import blake2b
 
 from mlxspec.text.output_parser import Call
 
-MAX_TOKENS = 1 << 20  # remembered, of all answers together
+MAX_TOKENS = 1 << 20  # kept, of all answers together
 MAX_TURNS = 1 << 12
 MAX_CALLS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The tokens of an answer without its end token, and positions in the text of its conversation,
-    in characters: where the answer starts, where its end token starts, and where that stops."""
+    """The tokens of an answer without its end token, and character positions in the text of its
+    conversation: the start of the answer, and the start and the end of its end token."""
 
     start: int
     end: int
@@ -29,15 +29,15 @@ class Turn:
 
 @dataclass(slots=True)
 class History:
-    """The answers used last, by the hash of the conversation up to their ends, and the calls used
-    last, by id."""
+    """The most recently used answers, by the hash of the conversation up to their ends, and the
+    most recently used calls, by id."""
 
     _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)
     _calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
 
     def call(self, id: str) -> Call | None:
-        """The call as the model made it; None for an unknown id. Clients rewrite arguments, some
-        add defaults."""
+        """The call as the model wrote it; None for an unknown id. Clients rewrite arguments, and
+        some add defaults."""
         call = self._calls.get(id)
         if call:
             self._calls.move_to_end(id)
@@ -51,7 +51,7 @@ class History:
     def keep_turn(self, before: str, after: str, ids: Sequence[int], end: str) -> None:
         """Keep an answer. `before` is the prompt's text, `after` the conversation's with the
         answer, `ids` the answer's tokens with the end token, whose text is `end`. Nothing is kept
-        where the template renders the prompt otherwise when the answer follows it."""
+        if the template renders the prompt differently before an answer."""
         at = after.rfind(end)
         stop = at + len(end)
         if not end or at < len(before) or not after.startswith(before):
@@ -67,15 +67,15 @@ class History:
             tokens -= len(oldest.ids)
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of a conversation's text, with the generated ones of its answers. What follows
-        an answer is encoded with the end token in front: some tokenizers encode the beginning of a
+        """Token ids of a conversation's text, with the generated ones of its answers. Text after an
+        answer is encoded with the end token in front: some tokenizers encode the beginning of a
         text differently."""
         ids: list[int] = []
-        hashed = blake2b(digest_size=16)
+        digest = blake2b(digest_size=16)
         at, encoded = 0, 0
         for stop in sorted({turn.stop for turn in self._turns.values()}):
-            hashed.update(text[at:stop].encode())
-            at, key = stop, hashed.digest()
+            digest.update(text[at:stop].encode())
+            at, key = stop, digest.digest()
             turn = self._turns.get(key)
             if turn and turn.start >= encoded:
                 self._turns.move_to_end(key)

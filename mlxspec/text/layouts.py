@@ -1,7 +1,7 @@
-"""Layouts of calls: what stands between names, keys and values, learned from what writes calls.
+"""Layouts of calls: the text between names, keys and values, learned from what writes calls.
 
 Probes that differ in one thing (one call or two, a number for a string) are written and compared:
-what stays is the format's text, what changes is a name, a key or a value.
+text that stays the same is the format's, text that changes is a name, a key or a value.
 """
 
 import re
@@ -38,8 +38,8 @@ MARKER = re.compile(rf"{TAGS}|<[^\s<>\"']+(?: \w+=)?|[^\s\[\]{{}}(),:\"'<]+:?")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The text before and behind a value. `string`: strings are written so; False: all others;
-    None: both."""
+    """The text before and after a value: of strings if `string` is True, of other types if it is
+    False, of both if it is None."""
 
     string: bool | None
     opens: str
@@ -48,14 +48,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model writes calls, as the text around what varies: a section `opens`; each call is
-    `before`, its name, `after`, its arguments and `closes`, with `between` two; the section `ends`.
+    """How a model writes calls, as the text around what varies: `opens` begins the section; each
+    call is `before`, its name, `after`, its arguments and `closes`, with `between` two of them;
+    `ends` closes the section.
 
-    Arguments are a JSON object; or parameters in `tags`, each `key`, its name and a value; or
-    `words`, as in a call in Python, whose values end at a comma; or the call is a `whole` object in
-    some other order. `values` are the ways in which a value is written, with `separator` between
-    two. Behind the name of a call without parameters stands `empty`. `raw`: strings are written
-    without escapes; `html`: with those of HTML. `true` is the word for it.
+    `style`: the arguments are a JSON object; or parameters in `tags`, each `key`, its name and a
+    value; or `words`, as in a call in Python, whose values end at a comma; or the `whole` call is
+    an object with another order. `values` are the forms of a value, with `separator` between two
+    parameters. `empty` follows the name of a call without parameters. `raw`: strings are written
+    without escapes; `html`: with those of HTML. `true` is the word for true.
     """
 
     opens: str
@@ -75,54 +76,54 @@ class Layout:
 
     @cached_property
     def start(self) -> str:
-        """The marker that opens calls; "" where none does."""
-        found = MARKER.match((self.opens + self.before).lstrip())
-        return found[0] if found else ""
+        """The marker that opens calls; "" if there is none."""
+        match = MARKER.match((self.opens + self.before).lstrip())
+        return match[0] if match else ""
 
     @cached_property
     def end(self) -> str:
-        """The marker that closes what `start` opens; "" where none does."""
-        each = not self.opens.strip()
-        tags = re.findall(TAGS, self.closes if each else self.ends)
-        return str(tags[-1 if each else 0]) if tags else ""
+        """The marker that closes what `start` opens; "" if there is none."""
+        per_call = not self.opens.strip()
+        tags = re.findall(TAGS, self.closes if per_call else self.ends)
+        return str(tags[-1 if per_call else 0]) if tags else ""
 
     @cached_property
     def name_opens(self) -> str:
-        """What stands before a name, behind the start marker."""
+        """The text between the start marker and a name."""
         text = self.before.strip()
         return text.removeprefix(self.start).lstrip() if self.start else text
 
-    def written(self, name: str, arguments: str) -> str:
-        """A call whose arguments are this JSON; not of a layout with parameters."""
+    def render(self, name: str, arguments: str) -> str:
+        """The text of a call with these arguments in JSON; not for a layout with parameters."""
         call = f"{self.before}{name}{self.after}{arguments}{self.closes}"
         return (self.opens + call + self.ends).strip()
 
 
-def alike(some: Sequence[str], others: Sequence[str]) -> int:
-    """How many pieces two sequences begin with, but for digits."""
-    pairs = zip(some, others, strict=False)
+def common_length(pieces: Sequence[str], others: Sequence[str]) -> int:
+    """Length of the common prefix of two sequences of pieces, ignoring which digits they have."""
+    pairs = zip(pieces, others, strict=False)
     same = (re.sub(r"\d+", "0", a) == re.sub(r"\d+", "0", b) for a, b in pairs)
     return sum(takewhile(bool, same))
 
 
-def learned(write: Write) -> Layout | None:
-    """The layout of what writes calls; None where it writes no names and arguments, or they are in
-    its markup too."""
+def learn_layout(write: Write) -> Layout | None:
+    """The layout of the calls that `write` writes; None if they have no names and arguments, or
+    have them in their markup too."""
     one = write([(NAME, ARGUMENTS)])
     at = one.rfind(NAME, 0, max(one.find(KEY_A), 0))
     if at < 0:
         return _whole(one)
     before, rest = one[:at], one[at + len(NAME) :]
-    if found := _json_in(rest, ARGUMENTS):
-        first, end = found
+    if span := _json_in(rest, ARGUMENTS):
+        first, end = span
         return _with_section(write, Layout("", before, rest[:first], rest[end:]))
-    turns = "(.*?)".join(["", KEY_A, VALUE_A, KEY_B, VALUE_B])
-    parts = re.fullmatch(f"{turns}(.*)", rest, re.DOTALL)
+    pattern = "(.*?)".join(["", KEY_A, VALUE_A, KEY_B, VALUE_B])
+    parts = re.fullmatch(f"{pattern}(.*)", rest, re.DOTALL)
     if not parts or "\\" in parts[2]:  # JSON in a string
         return _whole(one)
     layout = _with_parameters(write, before, *map(PIECE.findall, parts.groups()))
     texts = [layout.opens, layout.after, layout.closes, layout.ends, layout.key, layout.separator]
-    texts += [text for way in layout.values for text in (way.opens, way.closes)]
+    texts += [text for value in layout.values for text in (value.opens, value.closes)]
     mixed = any(word in text for text in texts for word in (NAME, *ARGUMENTS, *ARGUMENTS.values()))
     named = layout.style == "tags" or layout.after.strip() in ("(", "{")
     if mixed:
@@ -131,15 +132,15 @@ def learned(write: Write) -> Layout | None:
 
 
 def _whole(one: str) -> Layout | None:
-    """The layout of a call in one object, by what stands around it."""
-    found = re.fullmatch(r"([^{]*)\{.*\}([^}]*)", one, re.DOTALL)
-    if not found or NAME not in one or KEY_A not in one:
+    """The layout of a call that is one object, from the text around it."""
+    match = re.fullmatch(r"([^{]*)\{.*\}([^}]*)", one, re.DOTALL)
+    if not match or NAME not in one or KEY_A not in one:
         return None
-    return Layout("", found[1], "", found[2], style="whole")
+    return Layout("", match[1], "", match[2], style="whole")
 
 
 def _json_in(text: str, arguments: Json) -> tuple[int, int] | None:
-    """Where these arguments stand in a text, as JSON."""
+    """Start and end of these arguments in a text, as JSON."""
     for brace in re.finditer(r"\{", text):
         try:
             value, end = JSONDecoder().raw_decode(text, brace.start())
@@ -151,8 +152,8 @@ def _json_in(text: str, arguments: Json) -> tuple[int, int] | None:
 
 
 def _with_section(write: Write, layout: Layout) -> Layout:
-    """The layout of several calls by that of one, in which the section belongs to the call. It
-    stays so where two are refused."""
+    """The layout of several calls, from that of one, in which the section belongs to the call. It
+    stays as it is if two calls are refused."""
     first: Json = {KEY_A: VALUE_A}
     try:
         text = write([(NAME, first), (OTHER, {KEY_B: VALUE_B})])
@@ -162,11 +163,11 @@ def _with_section(write: Write, layout: Layout) -> Layout:
         return layout
     closes, before = PIECE.findall(layout.closes), PIECE.findall(layout.before)
     between = PIECE.findall(text[end:other])
-    n = alike(closes, between)
+    n = common_length(closes, between)
     while n and closes[n - 1].isspace():
         n -= 1
-    m = len(before) - alike(before[::-1], between[n:][::-1])
-    made = replace(
+    m = len(before) - common_length(before[::-1], between[n:][::-1])
+    split = replace(
         layout,
         opens="".join(before[:m]),
         before="".join(before[m:]),
@@ -174,9 +175,9 @@ def _with_section(write: Write, layout: Layout) -> Layout:
         between="".join(between[n : len(between) - len(before) + m]),
         ends="".join(closes[n:]),
     )
-    # Behind the last marker may be the end of the turn.
-    end = made.ends.find(made.end) + len(made.end) if made.end else len(made.ends)
-    return replace(made, ends=made.ends[:end] if made.opens.strip() else "")
+    # The end of the turn may follow the last marker.
+    end = split.ends.find(split.end) + len(split.end) if split.end else len(split.ends)
+    return replace(split, ends=split.ends[:end] if split.opens.strip() else "")
 
 
 def _with_parameters(
@@ -189,10 +190,10 @@ def _with_parameters(
     last: list[str],
 ) -> Layout:
     """The layout of calls whose arguments are parameters."""
-    n = alike(next_, last)
+    n = common_length(next_, last)
     while n and next_[n - 1].isspace():
         n -= 1
-    m = alike(first[::-1], next_[n:][::-1])
+    m = common_length(first[::-1], next_[n:][::-1])
     while m and first[-m].isspace():
         m -= 1
     closes = "".join(next_[:n])
@@ -208,36 +209,36 @@ def _with_parameters(
     layout = _with_section(write, layout)
     none = write([(NAME, {})])
     empty = none[none.rfind(NAME) + len(NAME) :].removesuffix(layout.ends)
-    if tags := re.findall(TAG, layout.closes):  # behind the last one may be the end of the turn
+    if tags := re.findall(TAG, layout.closes):  # the end of the turn may follow the last one
         empty = empty[: empty.find(tags[-1]) + len(tags[-1])]
     layout = replace(layout, closes=layout.closes.removeprefix(closes), empty=empty)
     return _with_values(write, layout, "".join(last[n:]))
 
 
 def _with_values(write: Write, layout: Layout, ending: str) -> Layout:
-    """The layout with all ways in which values are written, by that of a plain string. `ending`:
-    what stands behind the last value of a turn."""
+    """The layout with all forms of values, from one with that of a plain string. `ending`: the
+    text after the last value of a turn."""
     [plain] = layout.values
-    ways: dict[tuple[str, str], set[bool]] = {(plain.opens, plain.closes): {True}}
+    forms: dict[tuple[str, str], set[bool]] = {(plain.opens, plain.closes): {True}}
     true = "true"
     closes = ""
     raw = html = False
     for value, pattern in PROBES:
         rest = write([(NAME, {KEY_A: value})]).partition(KEY_A)[2]
-        found = re.search(pattern, rest)
-        if not found:  # written with escapes
+        match = re.search(pattern, rest)
+        if not match:  # written with escapes
             html = html or (value == HARD and HARD in unescape(rest))
             continue
         if value is True:
-            true = found[0]
+            true = match[0]
         if value in (HARD, 7007):
-            closes = rest[found.end() :].removesuffix(ending)
+            closes = rest[match.end() :].removesuffix(ending)
             raw = raw or value == HARD
-        ways.setdefault((rest[: found.start()], closes), set()).add(value == HARD)
+        forms.setdefault((rest[: match.start()], closes), set()).add(value == HARD)
     values = [
-        Value(kinds.pop() if len(kinds) == 1 else None, *way)
-        for way, kinds in sorted(ways.items(), key=lambda item: -len(item[0][0]))
+        Value(kinds.pop() if len(kinds) == 1 else None, *form)
+        for form, kinds in sorted(forms.items(), key=lambda item: -len(item[0][0]))
     ]
-    ended = closes.strip() or re.match(TAG, layout.key)
-    style: Literal["tags", "words"] = "tags" if ended else "words"
+    closed = closes.strip() or re.match(TAG, layout.key)
+    style: Literal["tags", "words"] = "tags" if closed else "words"
     return replace(layout, style=style, values=tuple(values), raw=raw, html=html, true=true)

@@ -1,6 +1,6 @@
 """Reads values as models write them: JSON, Python's literals, Gemma's notation, or a mixture.
 
-What cannot be read for certain is an error: text is better than a changed call.
+Anything ambiguous is an error: showing it as text is better than changing a call.
 """
 
 import json
@@ -28,17 +28,17 @@ STRINGS |= {3 * quote: re.compile(THRICE.format(quote), re.DOTALL) for quote in 
 
 
 class Literals:
-    """A reader of the values in a text, from `at` on. Strings stand between quotes, or without
-    escapes between `quote` twice. Its methods raise ValueError, IndexError or RecursionError."""
+    """Reads the values in a text, from position `at`. Strings are in quotes, or unescaped between
+    two `quote` markers. The methods raise ValueError, IndexError or RecursionError."""
 
     def __init__(self, text: str, quote: str = "") -> None:
         self.text, self.at, self._quote = text, 0, quote
-        # A quote that is a character may stand in a string too: the next argument must follow.
+        # A quote of one character may also be inside a string: the next argument must follow.
         ends = r"(?=\s*(?:,\s*[^\s=,]+=|\)\s*(?:[,\]]|\Z)))" if len(quote) == 1 else ""
         self._raw = re.compile(rf"{re.escape(quote)}(.*?){re.escape(quote)}{ends}", re.DOTALL)
 
     def value(self) -> Any:
-        """The value that comes next."""
+        """Read the next value."""
         begin = self.peek()
         if begin in CLOSES:
             self.at += 1
@@ -49,27 +49,27 @@ class Literals:
         return WORDS[word] if word in WORDS else json.loads(word)
 
     def members(self, begin: str) -> Json:
-        """What follows the bracket that begins an object or the arguments of a call: keys with or
-        without quotes, and values."""
-        made: Json = {}
+        """Read what follows the bracket that opens an object or a call's arguments: keys, quoted or
+        not, and values."""
+        members: Json = {}
         while self.peek() != CLOSES[begin]:
             key = self._string()
             key = self.word() if key is None else key
             if self.peek() not in "=:":
                 raise ValueError(f"{key} has no value")
             self.at += 1
-            made[key] = self.value()
+            members[key] = self.value()
             self._end_item(begin)
         self.at += 1
-        return made
+        return members
 
     def _items(self, begin: str) -> list[Any]:
-        made = []
+        items = []
         while self.peek() != CLOSES[begin]:
-            made.append(self.value())
+            items.append(self.value())
             self._end_item(begin)
         self.at += 1
-        return made
+        return items
 
     def _end_item(self, begin: str) -> None:
         if self.peek() == ",":
@@ -78,12 +78,12 @@ class Literals:
             raise ValueError(f"{self.text[self.at : self.at + 9]!r} where a comma should be")
 
     def word(self) -> str:
-        """Text without quotes and brackets."""
-        found = BARE.match(self.text, self.at)
-        if not found:
-            raise ValueError(f"{self.text[self.at : self.at + 9]!r} is no value")
-        self.at = found.end()
-        return found[0]
+        """Read a word: text without quotes and brackets."""
+        match = BARE.match(self.text, self.at)
+        if not match:
+            raise ValueError(f"{self.text[self.at : self.at + 9]!r} is not a value")
+        self.at = match.end()
+        return match[0]
 
     def peek(self) -> str:
         """The character that comes next, behind white space."""
@@ -94,24 +94,24 @@ class Literals:
     def _string(self) -> str | None:
         self.peek()
         if self._quote and self.text.startswith(self._quote, self.at):
-            found = self._raw.match(self.text, self.at)
+            match = self._raw.match(self.text, self.at)
         elif self.text[self.at] in STRINGS:
             thrice = self.text[self.at : self.at + 3]
-            found = STRINGS.get(thrice, STRINGS[self.text[self.at]]).match(self.text, self.at)
+            match = STRINGS.get(thrice, STRINGS[self.text[self.at]]).match(self.text, self.at)
         else:
             return None
-        if not found:
-            raise ValueError("a string has no end")
-        self.at = found.end()
-        return found[1] if found.re is self._raw else unescaped(found[1])
+        if not match:
+            raise ValueError("a string is not closed")
+        self.at = match.end()
+        return match[1] if match.re is self._raw else unescaped(match[1])
 
 
 def unescaped(text: str) -> str:
-    """A string's text without its escapes, of JSON or Python."""
+    """A string's text with the escapes of JSON and Python resolved."""
 
-    def char(found: re.Match[str]) -> str:
-        code = found[1]
-        return chr(int(code[1:], 16)) if code[1:] else ESCAPED.get(code, found[0])
+    def char(match: re.Match[str]) -> str:
+        code = match[1]
+        return chr(int(code[1:], 16)) if code[1:] else ESCAPED.get(code, match[0])
 
     return clean(ESCAPE.sub(char, text))  # pairs of surrogates become one character
 
@@ -121,5 +121,5 @@ def literal(text: str) -> Any:
     reader = Literals(text.strip())
     value = reader.value()
     if reader.at < len(reader.text):
-        raise ValueError("there is more than a value")
+        raise ValueError("there is text after the value")
     return value

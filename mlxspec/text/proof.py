@@ -1,5 +1,5 @@
-"""The proof that a model's calls are read as its template writes them: what is rendered and read
-again is the same call, argument by argument, to the letter.
+"""Proof that a model's calls survive a round trip: a call rendered by the chat template and parsed
+again has exactly the same arguments.
 """
 
 import json
@@ -7,13 +7,13 @@ from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.formats import format_of, has_headers, written_by
+from mlxspec.text.formats import format_of, has_headers, template_calls
 from mlxspec.text.layouts import NamedCall
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.types import Json
 
 STRING: Json = {"type": "string"}
-KINDS: Json = {
+PROPERTIES: Json = {
     "text": STRING,
     "more": STRING,
     "count": {"type": "integer"},
@@ -27,7 +27,7 @@ TOOL: Json = {
     "function": {
         "name": "try_it",
         "description": "",
-        "parameters": {"type": "object", "properties": KINDS},
+        "parameters": {"type": "object", "properties": PROPERTIES},
     },
 }
 PROOFS: dict[str, Json] = {
@@ -49,41 +49,43 @@ MARKUP = "their own markup"
 
 
 @lru_cache(16)
-def unread(tokenizer: TokenizerWrapper) -> tuple[str, ...]:
-    """What of a model's own calls is not read back. Empty too where it has no format of its own."""
+def failed_proofs(tokenizer: TokenizerWrapper) -> tuple[str, ...]:
+    """The names of the proofs that fail in the model's own format. Empty too if it has none."""
     form = format_of(tokenizer)
-    if not form.own or has_headers(tokenizer):
+    if not form.learned or has_headers(tokenizer):
         return ()
-    closers = [way.closes for way in form.layouts[0].values] + [form.layouts[0].closes]
+    closers = [value.closes for value in form.layouts[0].values] + [form.layouts[0].closes]
     markup = " b".join(["a", *closers, "c"])
     for token in tokenizer.added_tokens_decoder.values():
-        markup = markup.replace(token.content, "") if token.special else markup  # never of a client
+        markup = markup.replace(token.content, "") if token.special else markup  # no client's
     proofs = PROOFS | {MARKUP: {"text": markup, "more": "d"}}
-    return tuple(kind for kind, each in proofs.items() if not _read_back(tokenizer, each))
+    return tuple(name for name, call in proofs.items() if not _round_trips(tokenizer, call))
 
 
-def forces_own(tokenizer: TokenizerWrapper) -> bool:
-    """Whether forced calls are in the model's own format; no free text has the markup in it."""
-    return not set(unread(tokenizer)) - {MARKUP}
+def forces_own_format(tokenizer: TokenizerWrapper) -> bool:
+    """Whether forced calls are in the model's own format; forced text cannot contain its markup."""
+    return not set(failed_proofs(tokenizer)) - {MARKUP}
 
 
-def _read_back(tokenizer: TokenizerWrapper, arguments: Json) -> bool:
+def _round_trips(tokenizer: TokenizerWrapper, arguments: Json) -> bool:
     calls: list[NamedCall] = [("try_it", arguments)]
     parser = OutputParser(tokenizer, [TOOL], False)
-    parser.feed(written_by(tokenizer, calls, [TOOL]))
+    parser.feed(template_calls(tokenizer, calls, [TOOL]))
     parser.finish()
     try:
-        return [(each.name, json.loads(each.arguments)) for each in parser.calls] == calls
+        return [(call.name, json.loads(call.arguments)) for call in parser.calls] == calls
     except ValueError:
         return False
 
 
 def call_support(tokenizer: TokenizerWrapper) -> str:
     """How a model's calls are read and forced, in a line."""
-    form, failed = format_of(tokenizer), unread(tokenizer)
+    form, failed = format_of(tokenizer), failed_proofs(tokenizer)
     if failed:
-        forced = "" if forces_own(tokenizer) else "; forced in JSON"
-        return f"own format, which is not read back with {', '.join(failed)}{forced}"
-    if form.own or has_headers(tokenizer):
+        forced = "" if forces_own_format(tokenizer) else "; forced in JSON"
+        return f"own format, not read back with {', '.join(failed)}{forced}"
+    if form.learned or has_headers(tokenizer):
         return "own format, proven"
-    return f"known format ({form.spelled})" if form.spelled else "JSON in tags, as Hermes writes it"
+    if form.history_format:
+        return f"known format ({form.history_format})"
+    return "JSON in tags, as Hermes writes it"

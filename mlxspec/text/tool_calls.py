@@ -1,4 +1,4 @@
-"""Parses whole tool calls in the text of an answer.
+"""Parses complete tool calls in the text of an answer.
 
 A parsed call is its name, which is a tool of the request, and its arguments, a JSON object as text.
 """
@@ -8,51 +8,51 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from mlxspec.text.call_arguments import NOT_JSON, known_name
+from mlxspec.text.call_arguments import NOT_JSON, tool_named
 from mlxspec.text.formats import ChatFormat
 from mlxspec.text.layouts import Layout
 from mlxspec.text.literals import Literals, literal
-from mlxspec.text.messages import clean, listed
+from mlxspec.text.messages import as_list, clean
 from mlxspec.types import Json
 
 NamedArguments = tuple[str, str]
 
-NAMES = ("name", "tool_name", "function", "tool")  # of the fields of a call, in all formats
+NAMES = ("name", "tool_name", "function", "tool")  # of the fields of a call, over all formats
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 SEPARATORS = " \n\t\r,;"  # between calls in JSON
 
 
 def read_calls(text: str, form: ChatFormat, tools: Collection[str]) -> list[NamedArguments]:
-    """The calls in the text between two markers, of these tools. Raises one of NOT_JSON where there
-    is anything else."""
+    """The calls of these tools in the text between two markers. Raises one of NOT_JSON if it
+    contains anything else."""
     try:
-        return [_checked(value, tools) for value in _json_values(text)]
+        return [_object_call(value, tools) for value in _json_values(text)]
     except NOT_JSON:
         pass
     for layout in form.layouts:
         if layout.style == "words":
             try:
-                return _worded(text, layout, tools)
+                return _word_calls(text, layout, tools)
             except NOT_JSON:
                 pass
-    return [_checked(value, tools) for value in listed(literal(text))]
+    return [_object_call(value, tools) for value in as_list(literal(text))]
 
 
 def _json_values(text: str) -> list[Any]:
-    """JSON values written one after the other, one at least, lists of them joined."""
+    """One or more JSON values in a row; lists of them are flattened."""
     text = text.strip()
     decoder, at = json.JSONDecoder(strict=False), 0
     values: list[Any] = []
     while at < len(text) or not values:
         value, at = decoder.raw_decode(text, at)
-        values += listed(value)
+        values += as_list(value)
         while at < len(text) and text[at] in SEPARATORS:
             at += 1
     return values
 
 
-def _worded(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArguments]:
-    """Calls as Python or Gemma writes them, one at least."""
+def _word_calls(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArguments]:
+    """One or more calls, in the notation of Python or Gemma."""
     strings = next(value for value in layout.values if value.string is not False)
     quote = strings.opens.lstrip(":= ") if layout.raw else ""
     opens = re.escape(layout.name_opens)
@@ -62,28 +62,28 @@ def _worded(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArgu
     calls: list[NamedArguments] = []
     reader = Literals(text, quote)
     while not calls or reader.at < len(text.rstrip(SEPARATORS + "]")):
-        found = head.match(text, reader.at)
-        if not found:
-            raise ValueError("there is more than calls")
-        reader.at = found.end()
-        arguments = reader.members(found[2])
-        calls.append((known_name(found[1], tools), _object(arguments)))
+        match = head.match(text, reader.at)
+        if not match:
+            raise ValueError("there is text that is not a call")
+        reader.at = match.end()
+        arguments = reader.members(match[2])
+        calls.append((tool_named(match[1], tools), _object(arguments)))
     return calls
 
 
-def _checked(found: Any, tools: Collection[str]) -> NamedArguments:
-    """A call as an object. Raises one of NOT_JSON where it is none of a tool with arguments."""
-    inner = found.get("function", found)
-    found = inner if isinstance(inner, dict) else found
-    if len(found) == 1 and (name := next(iter(found))) in tools:
-        return name, _object(found[name])
-    name = next(found[key] for key in NAMES if key in found)
-    arguments: Any = next((found[key] for key in ARGUMENTS if key in found), {})
-    return known_name(name, tools), _object({} if arguments is None else arguments)
+def _object_call(call: Any, tools: Collection[str]) -> NamedArguments:
+    """A call as a JSON object. Raises one of NOT_JSON if it is not a call of one of the tools."""
+    inner = call.get("function", call)
+    call = inner if isinstance(inner, dict) else call
+    if len(call) == 1 and (name := next(iter(call))) in tools:
+        return name, _object(call[name])
+    name = next(call[key] for key in NAMES if key in call)
+    arguments: Any = next((call[key] for key in ARGUMENTS if key in call), {})
+    return tool_named(name, tools), _object({} if arguments is None else arguments)
 
 
 def _object(arguments: Any) -> str:
-    """Arguments, maybe in JSON, as the text of a JSON object. Raises one of NOT_JSON for others."""
+    """Arguments, an object or its JSON, as JSON. Raises one of NOT_JSON for anything else."""
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}", strict=False)
     if not isinstance(arguments, dict):
@@ -93,10 +93,10 @@ def _object(arguments: Any) -> str:
 
 
 def as_object(arguments: str) -> Json:
-    """The arguments of a call as an object. Those that are none, because the model broke off or
-    wrote no JSON, are the text of the object's only field."""
+    """The arguments of a call as an object. If they are not valid, because the model broke off or
+    wrote no JSON, their text is the object's only field."""
     try:
-        found: Json = json.loads(_object(arguments))
+        parsed: Json = json.loads(_object(arguments))
     except NOT_JSON:
-        found = {"INVALID_JSON": arguments}
-    return found
+        parsed = {"INVALID_JSON": arguments}
+    return parsed

@@ -1,7 +1,7 @@
-"""Lets the model answer prompts, many at a time, through the engine that serves.
+"""Has the model answer prompts, many at a time, through the engine that serves.
 
-Rule: answers are handed out in the order of their prompts, and kept when they end, so a run that
-was stopped goes on with the next one.
+Rule: answers are yielded in the order of their prompts, and saved when they end, so a run that was
+stopped continues with the next one.
 """
 
 import time
@@ -25,18 +25,18 @@ def collect(
     file: SampleFile,
     wait: Callable[[], None],
 ) -> Iterator[tuple[str, Sample]]:
-    """The answer to each prompt, with the subject before it; those in `file` are not asked for
-    again. Raises OSError."""
-    known = file.read()
-    missing = {prompt.id: prompt for _, prompt in prompts if prompt.id not in known}
+    """The answer to each prompt, with the subject before it; those in `file` are not
+    generated again. Raises OSError."""
+    samples = file.read()
+    missing = {prompt.id: prompt for _, prompt in prompts if prompt.id not in samples}
     answers = answers_to(engine, missing.values(), wait)
     for subject, prompt in prompts:
-        while prompt.id not in known:
+        while prompt.id not in samples:
             request, answer = next(answers)
             tokens = [*request.prompt, *tokens_of(answer)]
-            known[request.id] = Sample(tokens, len(request.prompt))
-            file.append(request.id, known[request.id])
-        yield subject, known[prompt.id]
+            samples[request.id] = Sample(tokens, len(request.prompt))
+            file.append(request.id, samples[request.id])
+        yield subject, samples[prompt.id]
 
 
 def answers_to(

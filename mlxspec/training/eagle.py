@@ -1,7 +1,7 @@
-"""A new EAGLE-3 head (arXiv 2503.01840), in the speculators format, and what it drafts of a batch.
+"""A new EAGLE-3 head (arXiv 2503.01840), in the speculators format, and its drafts of a batch.
 
-It starts as the target's last layer, which reads the hidden state before that layer: from random
-weights it would need many times as many answers.
+It starts as a copy of the target's last layer, which reads the hidden state before that layer: from
+random weights it would need many times as many answers.
 """
 
 import os
@@ -27,12 +27,12 @@ START = 0.02  # standard deviation of weights that start at random
 
 
 def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
-    """A head that drafts the tokens `vocabulary`, before it has learned."""
+    """An untrained head that drafts the tokens `vocabulary`."""
     size, config = target.width, _config(target, len(vocabulary))
     layer = _last_layer(target, config["transformer_layer_config"])
     for part in ("q_proj", "k_proj", "v_proj"):
         name = f"self_attn.{part}.weight"
-        layer[name] = mx.pad(layer[name], [(0, 0), (size, 0)])  # nothing of the embedding yet
+        layer[name] = mx.pad(layer[name], [(0, 0), (size, 0)])  # the embedding has no effect yet
     layer["hidden_norm.weight"] = layer["input_layernorm.weight"]
     layer["input_layernorm.weight"] = mx.ones(size)
     norm = _weight(target.trunk.get("norm", {}))
@@ -51,12 +51,12 @@ def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
 
 
 def _config(target: Target, drafted: int) -> Json:
-    """config.json of a head that drafts so many tokens: a layer like the target's own, in the
-    terms of a llama. It reads hidden states before three layers and passes the last one's on."""
-    known, size, layers = target.config, target.width, len(decoder_layers(target.model))
-    heads = known.get("num_attention_heads") or max(1, size // 64)
-    wanted = known.get("intermediate_size")
-    wide = wanted if isinstance(wanted, int) else 3 * size  # else one for each layer
+    """config.json of a head that drafts `drafted` different tokens: a layer like the target's,
+    described as a llama's. It reads hidden states before three layers and passes on the last."""
+    base, size, layers = target.config, target.width, len(decoder_layers(target.model))
+    heads = base.get("num_attention_heads") or max(1, size // 64)
+    width = base.get("intermediate_size")
+    width = width if isinstance(width, int) else 3 * size  # else one for each layer
     layer = {
         "model_type": "llama",
         "hidden_act": "silu",
@@ -64,12 +64,12 @@ def _config(target: Target, drafted: int) -> Json:
         "vocab_size": target.vocab,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
-        "num_key_value_heads": known.get("num_key_value_heads") or heads,
-        "head_dim": known.get("head_dim") or size // heads,
-        "intermediate_size": min(wide, 4 * size),
-        "rms_norm_eps": known.get("rms_norm_eps") or 1e-6,
-        "max_position_embeddings": known.get("max_position_embeddings") or 8192,
-        **{name: known[name] for name in ROPE if known.get(name) is not None},
+        "num_key_value_heads": base.get("num_key_value_heads") or heads,
+        "head_dim": base.get("head_dim") or size // heads,
+        "intermediate_size": min(width, 4 * size),
+        "rms_norm_eps": base.get("rms_norm_eps") or 1e-6,
+        "max_position_embeddings": base.get("max_position_embeddings") or 8192,
+        **{name: base[name] for name in ROPE if base.get(name) is not None},
     }
     return {
         "speculators_model_type": "eagle3",
@@ -82,7 +82,7 @@ def _config(target: Target, drafted: int) -> Json:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": CHAIN - 1}],
-            "verifier": {"name_or_path": target.name, "architectures": known.get("architectures")},
+            "verifier": {"name_or_path": target.name, "architectures": base.get("architectures")},
         },
         "norm_before_residual": False,
         "norm_before_fc": False,
@@ -96,36 +96,37 @@ def _last_layer(target: Target, config: Json) -> dict[str, mx.array]:
     last layer where they have the same shape, else random ones."""
     last: Any = decoder_layers(target.model)[-1]
     modules = dict(last.named_modules())
-    made: dict[str, mx.array] = {}
+    weights: dict[str, mx.array] = {}
     leaves: Any = tree_flatten(decoder_layer(config).parameters())
-    for name, own in leaves:
-        found = _weight(modules.get(name.removesuffix(".weight"), {}))
-        if found is not None and found.shape == own.shape:
-            made[name] = found
-        elif own.ndim == 1:
-            made[name] = mx.ones(own.shape)
+    for name, leaf in leaves:
+        weight = _weight(modules.get(name.removesuffix(".weight"), {}))
+        if weight is not None and weight.shape == leaf.shape:
+            weights[name] = weight
+        elif leaf.ndim == 1:
+            weights[name] = mx.ones(leaf.shape)
         else:
-            made[name] = mx.random.normal(own.shape, scale=START, key=mx.random.key(len(made)))
-    return made
+            key = mx.random.key(len(weights))
+            weights[name] = mx.random.normal(leaf.shape, scale=START, key=key)
+    return weights
 
 
 def _weight(module: Any, rows: Any = slice(None)) -> Any:
-    """What a module multiplies with, None if nothing: of a norm with all that is added to its
-    weight, of a matrix `rows`, dequantized."""
+    """The factors that a module multiplies with, None without a weight: a norm's including what
+    it adds to its weight, `rows` of a matrix, dequantized."""
     weight = module.get("weight")
     if weight is None:
         return None
     if weight.ndim == 1:
-        signs = 1.0 - 2 * (mx.arange(len(weight)) % 2)  # what every kind of norm leaves as it is
+        signs = 1.0 - 2 * (mx.arange(len(weight)) % 2)  # which every kind of norm leaves unchanged
         return signs * module(signs[None])[0]
     kind: Any = nn.QuantizedEmbedding if "scales" in module else nn.Embedding
-    return kind.__call__(module, rows)  # a Linear keeps its weight in the same way
+    return kind.__call__(module, rows)  # a Linear stores its weight alike
 
 
 class Unrolled:
-    """In the place of a layer's cache while a chain is trained (EAGLE-3's training-time test): row
-    t of step s, at position t + s, sees the rows of the first step up to its own, and of the later
-    ones only its own chain's."""
+    """Replaces a layer's cache while a chain is trained (EAGLE-3's training-time test): row t of
+    step s, at position t + s, sees the rows of the first step up to its own, and of later steps
+    only those of its own chain."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[mx.array, mx.array]] = []
@@ -149,8 +150,8 @@ class Unrolled:
         **options: Any,
     ) -> mx.array:
         """bool [rows, rows of all steps so far]."""
-        own = mx.eye(rows).astype(mx.bool_)
-        return mx.concatenate([mx.tri(rows).astype(mx.bool_)] + [own] * self.offset, axis=1)
+        chain = mx.eye(rows).astype(mx.bool_)
+        return mx.concatenate([mx.tri(rows).astype(mx.bool_)] + [chain] * self.offset, axis=1)
 
 
 def eagle_drafts(
@@ -158,7 +159,7 @@ def eagle_drafts(
     batch: Batch,
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """For each token of a chain the logits [B, n, draft vocabulary] and the positions [n] whose
-    next token they are of; row t drafts behind the token t + 1 of the batch."""
+    next token they predict; row t drafts after token t + 1 of the batch."""
     module = head.module
     caches = [Unrolled() for _ in module.layers]
     rows = batch.tokens.shape[1] - CHAIN

@@ -1,7 +1,7 @@
 """Keeps the tokens of the server's answers, for a head to learn from (`record = on`).
 
-Rule: token ids only, in files that only their owner may read. The server never waits for them; what
-cannot be written is lost.
+Rule: token ids only, in files that only their owner may read. The server never waits for them; an
+answer that cannot be written is lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from mlxspec.training.samples import Sample, SampleFile, key_of
 
 FILE_BYTES = 32 << 20  # of a file; a model has two, and the older one is replaced
 LENGTH = 4096  # most tokens of a sample
-PROMPT = 256  # of them of its prompt: a head learns from the answer
-WAITING = 256  # most samples that wait to be written, up to some 150 KB each
+PROMPT = 256  # of them from its prompt: a head learns from the answer
+WAITING = 256  # most samples waiting to be written, up to some 150 KB each
 
 
 class Recorder:
@@ -54,8 +54,8 @@ class Recorder:
 
 
 def recorded(folder: Path, model: Path, vocab: int = 1 << 31) -> list[Sample]:
-    """The answers of the model in a directory, by whatever name it was served, and of `vocab`
-    tokens: another may have been there before. Raises OSError."""
+    """The answers of the model in a directory, by whatever name it was served. `vocab`: its
+    number of tokens, as another model may have been there before. Raises OSError."""
     if not folder.exists():
         return []
     with lock(folder / "lock"):  # a server may replace the older file just now

@@ -1,7 +1,7 @@
-"""A training from its settings to the head's files; what was done is kept, so that a run that was
-stopped goes on.
+"""A training run, from its settings to the head's files; progress is saved, so that a run that was
+stopped continues.
 
-Rule: the head that is in use is replaced only by a whole one.
+Rule: only a complete head replaces the one in use.
 """
 
 import glob
@@ -26,16 +26,16 @@ from mlxspec.training.target import Target
 from mlxspec.training.trainer import Trainer
 from mlxspec.types import Json
 
-MADE = "training.json"  # beside a head: of what it was made
+RECORD = "training.json"  # beside a head: how it was trained
 SAVE_S = 60.0  # between two saves of the state, at least
-SAVE_PART = 50  # of the time, at most, goes into saving
+SAVE_PART = 50  # one part in so many of the time, at most, goes into saving
 MEASURES = 8  # on held-out samples while it trains
 
 
-def known_head(target: Target, path: Path, size: int | None) -> HeadFiles | None:
-    """The head in a directory that training made, if it drafts `size` different tokens; None: any
-    number. Of one that cannot be used the log says why."""
-    about = read_json(path / MADE)
+def trained_head(target: Target, path: Path, size: int | None) -> HeadFiles | None:
+    """The head in a directory, if it was trained here and drafts `size` different tokens; None: any
+    number. The log says why a head cannot be used."""
+    about = read_json(path / RECORD)
     if not about or size not in (None, about.get("vocabulary")):
         return None
     files = find_head(path)
@@ -51,9 +51,9 @@ def run(
     about: Json,
     wait: Callable[[], None],
 ) -> list[float]:
-    """Make the steps of a plan, a batch for each, from those on that `state` keeps. `about` tells
-    this training from others. Returns what `measure` says of held-out samples at the end. Raises
-    OSError."""
+    """Train on the batches of a plan, a step for each, continuing after those saved in `state`.
+    `about` distinguishes this training from others. Returns `measure` of the held-out samples at
+    the end. Raises OSError."""
     tokens = json.dumps([about, *(s.tokens for batch in plan for s in batch)])
     digest = blake2b(tokens.encode()).hexdigest()
     if state.exists():
@@ -83,15 +83,15 @@ def run(
 
 
 def resume(trainer: Trainer, state: Path, digest: str) -> None:
-    """Go on from a saved state, if it is whole and of the training with this digest."""
+    """Continue from a saved state, if it is whole and of the training with this digest."""
     with suppress(RuntimeError, ValueError):  # MLX's, of a damaged file
-        found: Any = mx.load(str(state), return_metadata=True)
-        tensors, about = found
+        loaded: Any = mx.load(str(state), return_metadata=True)
+        tensors, about = loaded
         if about.get("samples") == digest:
             trainer.resume(tensors)
-            print(f"going on after step {trainer.done}")
+            print(f"continuing after step {trainer.done}")
             return
-    print("starting again: other options, texts or another head than before, or a damaged file")
+    print("starting over: the options, texts or head have changed, or the file is damaged")
 
 
 def write_tensors(path: Path, tensors: dict[str, mx.array], about: dict[str, str]) -> None:
@@ -108,21 +108,20 @@ def write_tensors(path: Path, tensors: dict[str, mx.array], about: dict[str, str
 
 
 def save_head(trainer: Trainer, files: HeadFiles, place: Path, about: Json) -> None:
-    """Write the files of a head, which began as `files`, into a directory. Raises OSError."""
+    """Write the trained head, which began as `files`, into a directory. Raises OSError."""
     flat: Any = tree_flatten(trainer.head.module.parameters())
     tensors = {name: array.astype(mx.bfloat16) for name, array in flat}
     tensors |= {name: files.tensors[name] for name in ("d2t", "t2d")}
     write_tensors(place / "model.safetensors", tensors, {"format": "pt"})
-    for name, content in (("config.json", files.config), (MADE, about)):
+    for name, content in (("config.json", files.config), (RECORD, about)):
         write_atomic(place / name, json.dumps(content, indent=2).encode() + b"\n")
 
 
-def install(made: Path, place: Path) -> None:
-    """Let the link `place` point to a head's directory beside it, in one moment. Raises
-    OSError."""
+def install(head: Path, place: Path) -> None:
+    """Point the link `place` to a head's directory beside it, atomically. Raises OSError."""
     link = place.with_name(f"{place.name}.new")
     link.unlink(missing_ok=True)
-    link.symlink_to(made.name)
+    link.symlink_to(head.name)
     link.replace(place)
 
 

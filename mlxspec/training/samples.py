@@ -20,19 +20,19 @@ from mlxspec.types import UserError
 MOST_FILES = 4000
 TEXT_BYTES = 1 << 20  # of a file; longer ones are rarely written by hand
 PIECE_CHARS = 2000
-MOST_PIECES = 50_000  # at most 100 MB: far more than is learned from
-HELD_OUT = 20  # one subject of so many is for measuring
+MOST_PIECES = 50_000  # at most 100 MB: far more than training uses
+HELD_OUT = 20  # one subject in so many is for measuring
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token ids; the head learns to draft those from `first` on."""
+    """Token ids; a head learns to draft those from `first` on."""
 
     tokens: list[int]
     first: int
 
     def __len__(self) -> int:
-        """How many tokens there are to learn."""
+        """Number of tokens to learn."""
         return len(self.tokens) - self.first
 
 
@@ -50,24 +50,24 @@ LINE = TypeAdapter(tuple[str, Sample])
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """Samples by their keys: JSON lines, each written when its answer ends; of a model that has
+    """Samples by their keys: JSON lines, each written when its answer ends; of a model with
     `vocab` tokens."""
 
     path: Path
     vocab: int = 1 << 31
 
     def read(self) -> dict[str, Sample]:
-        """What the file holds. A line that was cut off is left out, and one that holds anything
-        else: MLX does not check indices."""
-        found = {}
+        """All samples of the file. Skips a truncated line, and one with anything else in it: MLX
+        does not check indices."""
+        samples = {}
         for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             with suppress(ValidationError):
                 key, sample = LINE.validate_json(line, strict=True)
                 tokens = sample.tokens
                 whole = 0 < sample.first <= len(tokens)
                 if whole and 0 <= min(tokens) <= max(tokens) < self.vocab:
-                    found[key] = sample
-        return found
+                    samples[key] = sample
+        return samples
 
     def append(self, key: str, sample: Sample) -> None:
         """Raises OSError."""
@@ -80,26 +80,26 @@ class SampleFile:
 def general_prompts() -> list[tuple[str, str]]:
     """The prompts of models/training/prompts.toml in a fixed random order, each after its subject,
     which several have in common."""
-    made = [
+    prompts = [
         (subject, form.replace("{}", subject))
         for group in _prompts()["group"]
         for form, subject in product(group["forms"], group["subjects"])
     ]
-    return sorted(made, key=lambda each: key_of(each[1]))
+    return sorted(prompts, key=lambda prompt: key_of(prompt[1]))
 
 
-def file_prompts(found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def file_prompts(texts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """A question about each piece of a file, after the file's name."""
     forms = _prompts()["files"]["forms"]
-    made = []
-    for name, text in found:
+    prompts = []
+    for name, text in texts:
         form = forms[int(key_of(text), 16) % len(forms)]
-        made.append((name, form.replace("{name}", name).replace("{text}", text)))
-    return made
+        prompts.append((name, form.replace("{name}", name).replace("{text}", text)))
+    return prompts
 
 
 def held_out(subject: str) -> bool:
-    """Whether what is about a subject is for measuring, not for learning."""
+    """Whether samples of a subject are for measuring, not for learning."""
     return int(key_of(subject), 16) % HELD_OUT == 0
 
 
@@ -115,8 +115,8 @@ def _prompts() -> dict[str, Any]:
 
 def pieces(directory: Path) -> list[tuple[str, str]]:
     """The text files under a directory in pieces of whole lines, each after its file's name, in a
-    fixed random order; hidden files and names that are no text are left out. Raises UserError where
-    there are none."""
+    fixed random order; skips hidden files and names that are not text. Raises UserError where there
+    are none."""
     files = [path for path in directory.rglob("*") if _is_readable(path, directory)]
     files.sort(key=lambda path: key_of(str(path.relative_to(directory))))
     every = (
@@ -124,10 +124,10 @@ def pieces(directory: Path) -> list[tuple[str, str]]:
         for path in files[:MOST_FILES]
         for piece in _pieces_of(path)
     )
-    found = list(islice(every, MOST_PIECES))
-    if not found:
+    texts = list(islice(every, MOST_PIECES))
+    if not texts:
         raise UserError(f"--data {directory} holds no text; give a directory of code or documents")
-    return sorted(found, key=lambda each: key_of("\0".join(each)))
+    return sorted(texts, key=lambda text: key_of("\0".join(text)))
 
 
 def _is_readable(path: Path, directory: Path) -> bool:

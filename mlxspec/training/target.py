@@ -1,4 +1,4 @@
-"""The model that a head is trained for: what the head reads of it, and what it is to draft."""
+"""The model that a head is trained for: the hidden states it reads, the tokens it should draft."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from mlxspec.types import Json, Tap
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Token ids `tokens` int32 [B, L], the target's hidden states `taps` [B, L, width], its logits
-    `teacher` [B, L, draft vocabulary]; `learned` bool [B, L]: whether the next token is to be
+    `teacher` [B, L, draft vocabulary]; `learned` bool [B, L]: whether the next token should be
     learned, `weight` [B, L]: 1 where it can be drafted too, else 0."""
 
     tokens: mx.array
@@ -29,7 +29,7 @@ class Batch:
 
 
 class Target:
-    """A loaded model, `config` its config.json. Raises UnsupportedModel where no head can read its
+    """A loaded model and its config.json. Raises UnsupportedModel where no head can read its
     hidden states."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Target:
         taps: Sequence[Tap],
         drafted: mx.array,
     ) -> None:
-        """Hand out these hidden states, and logits of the tokens `drafted`."""
+        """Have `batch` return these hidden states, and the logits of the tokens `drafted`."""
         install_taps(self.trunk, self._view, taps)
         self.drafted = drafted
         self._is_drafted = mx.zeros((self.vocab,)).at[self.drafted].add(1)
@@ -69,6 +69,6 @@ class Target:
         taps = mx.concatenate([self._view.tapped[t] for t in self._view.taps], axis=-1)
         self._view.tapped.clear()
         weight = learned * self._is_drafted[following]
-        made = Batch(tokens, taps, logits[..., self.drafted], learned, weight)
-        mx.eval(made.taps, made.teacher, made.weight)
-        return made
+        batch = Batch(tokens, taps, logits[..., self.drafted], learned, weight)
+        mx.eval(batch.taps, batch.teacher, batch.weight)
+        return batch

@@ -1,7 +1,7 @@
 """Trains a head on samples, and measures it on those held out.
 
-The loss is the cross-entropy with the target's own distribution, of each token of a draft; later
-tokens count less (EAGLE-3, arXiv 2503.01840).
+The loss is the cross-entropy with the target's distribution for each token of a draft; later tokens
+weigh less (EAGLE-3, arXiv 2503.01840).
 """
 
 import random
@@ -21,46 +21,46 @@ from mlxspec.training.samples import Sample
 from mlxspec.training.target import Batch, Target
 
 FADE = 0.8
-SIMILAR = 32  # tokens by which lengths in a batch differ
+SIMILAR = 32  # tokens by which the lengths in a batch may differ
 LENGTH = 512  # most tokens of a window
 ROWS = 512  # tokens of a batch, with its padding
 MATRIX_RATE = 0.05  # learning rate at its highest
 VECTOR_RATE = 6e-4
 WARM_UP = 20  # steps
-LAYER_ROWS = 12  # hidden states that a layer keeps of a row for its gradients
+LAYER_ROWS = 12  # hidden states of a row that a layer keeps for its gradients
 
 
 def windows(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples of at most LENGTH tokens: of a long prompt its end, of a long answer all parts."""
-    found = []
+    """Samples of at most LENGTH tokens: the end of a long prompt, all parts of a long answer."""
+    parts = []
     for sample in samples:
         begin = max(0, sample.first - LENGTH // 2)
-        for at in range(begin, len(sample.tokens), LENGTH):
-            part = sample.tokens[at : at + LENGTH]
-            window = Sample(part, max(0, sample.first - at))
-            if len(window) > 0 and len(part) > SIMILAR:
-                found.append(window)
-    return found
+        for start in range(begin, len(sample.tokens), LENGTH):
+            tokens = sample.tokens[start : start + LENGTH]
+            part = Sample(tokens, max(0, sample.first - start))
+            if len(part) > 0 and len(tokens) > SIMILAR:
+                parts.append(part)
+    return parts
 
 
 def batches(samples: Sequence[Sample], epochs: int = 1) -> list[list[Sample]]:
-    """All samples in batches of similar length, in each epoch in another order."""
+    """All samples in batches of similar length, in a new order in each epoch."""
     order = list(samples)
     rng = random.Random("batches")
     rng.shuffle(order)
     order.sort(key=lambda s: len(s.tokens) // SIMILAR)
-    made: list[list[Sample]] = []
+    groups: list[list[Sample]] = []
     for sample in order:
         longest = len(sample.tokens) // SIMILAR * SIMILAR + SIMILAR
-        if not made or (len(made[-1]) + 1) * longest > ROWS:
-            made.append([])
-        made[-1].append(sample)
-    return [batch for _ in range(epochs) for batch in rng.sample(made, len(made))]
+        if not groups or (len(groups[-1]) + 1) * longest > ROWS:
+            groups.append([])
+        groups[-1].append(sample)
+    return [batch for _ in range(epochs) for batch in rng.sample(groups, len(groups))]
 
 
 class Trainer:
-    """A head from its files, and its optimizer. `steps`: of all epochs, for the learning rate, of
-    which the head takes the part `rate`; `done`: steps that were made. Raises UnsupportedModel."""
+    """A head from its files, and its optimizer. `steps`: of all epochs, for the schedule of the
+    learning rate, which `rate` scales; `done`: steps so far. Raises UnsupportedModel."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class Trainer:
         batch = self.target.batch(samples)
         loss, grads = self._step(self.weights, batch)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
-        made: Any = tree_flatten(self.optimizer.apply_gradients(grads, self.weights))
+        updated: Any = tree_flatten(self.optimizer.apply_gradients(grads, self.weights))
         # Sorted: the norm of all gradients is summed in this order, and MultiOptimizer's varies.
-        self.weights = tree_unflatten(sorted(made))
+        self.weights = tree_unflatten(sorted(updated))
         self._use(self.weights)
-        self.done += 1  # before the wait, in which Ctrl-C comes
+        self.done += 1  # before the wait, during which Ctrl-C may come
         mx.eval(self.weights, self.optimizer.state, loss)
         return float(np.array(loss))
 
@@ -102,9 +102,9 @@ class Trainer:
         samples: Sequence[Sample],
         wait: Callable[[], None] = lambda: None,
     ) -> list[float]:
-        """The share of drafts of held-out samples with more than 0, 1, ... right tokens: the
+        """The share of drafts of held-out samples with more than 0, 1, ... correct tokens: the
         target's likeliest ones. `wait` is called before each batch."""
-        right = [0.0] * CHAIN
+        correct = [0.0] * CHAIN
         tried = 0.0
         for group in batches(samples):
             wait()
@@ -116,8 +116,8 @@ class Trainer:
                     tried += float(np.array(batch.learned[:, positions].sum()))
                 same = logits.argmax(axis=-1) == best[:, positions]
                 alive = alive * same * batch.weight[:, positions]
-                right[i] += float(np.array(alive.sum()))
-        return [count / max(1.0, tried) for count in right]
+                correct[i] += float(np.array(alive.sum()))
+        return [count / max(1.0, tried) for count in correct]
 
     def _loss(
         self,
@@ -140,9 +140,9 @@ class Trainer:
         self.head.module.update(tree_map(lambda w: w.astype(self.target.dtype), weights))
 
     def needed_bytes(self) -> int:
-        """What a step takes beside the target's weights: of each of the head's weights itself in
-        both precisions, its gradient and momentum; of each row logits in fp32, with gradients, and
-        the hidden states inside the head."""
+        """Memory of a step besides the target's weights: for each of the head's weights the weight
+        in both precisions, its gradient and momentum; for each row logits in fp32, with gradients,
+        and the hidden states inside the head."""
         flat: Any = tree_flatten(self.weights)
         module = self.head.module
         logits = 2 * len(module.lm_head.weight)
@@ -151,12 +151,12 @@ class Trainer:
         weights = sum(w.nbytes for _, w in flat)
         return int(4 * weights + 4 * rows)
 
-    # ---- to go on later ----------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------
 
     def state(self) -> dict[str, mx.array]:
         """All that a stopped training needs to go on."""
-        own = {"weights": self.weights, "optimizer": self.optimizer.state}
-        flat: Any = tree_flatten(own | {"done": mx.array(self.done)})
+        tree = {"weights": self.weights, "optimizer": self.optimizer.state}
+        flat: Any = tree_flatten(tree | {"done": mx.array(self.done)})
         return dict(flat)
 
     def resume(self, state: Mapping[str, mx.array]) -> None:
@@ -180,11 +180,11 @@ def _schedule(
 def vocabulary_of(
     samples: Sequence[Sample],
     size: int,
-    known: int,
+    total: int,
 ) -> list[int]:
     """Token ids of a draft vocabulary of `size`, ascending: the most frequent ones in the samples,
-    then the lowest, which tokenizers give to what they saw most. `known`: the size of the model's
+    then the lowest, which tokenizers give to what they saw most. `total`: the size of the model's
     vocabulary."""
     counts = Counter(token for s in samples for token in s.tokens[s.first :])
-    best = sorted(range(known), key=lambda token: -counts[token])
+    best = sorted(range(total), key=lambda token: -counts[token])
     return sorted(best[:size])

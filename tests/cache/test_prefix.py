@@ -99,7 +99,9 @@ def test_a_match_needs_the_window_before_it() -> None:
         w.pool.free_blocks.move_to_end(block)
     assert w.pool.allocate(1) == [lost]
     shorter = g.match([*prompt, 99])
-    assert shorter.known == 48 and shorter.length == 40  # the last place whose window is whole
+    assert (
+        shorter.full_length == 48 and shorter.length == 40
+    )  # the last place whose window is whole
     w.pool.free([lost])
 
 
@@ -111,7 +113,7 @@ def test_the_window_is_kept_where_prompts_branch() -> None:
     assert g.match([*shared, 7, 7, 7]).length < 40  # nobody knew that it would be wanted
     second = sequence(g, [*shared, *range(200, 240)])
     hit = g.match(second.tokens)
-    assert hit.known == 40
+    assert hit.full_length == 40
     g.free(read(g, second.tokens))
     third = g.match([*shared, 7, 7, 7])
     assert third.length == 40
@@ -140,14 +142,14 @@ def test_a_partial_block_is_copied_in_every_group() -> None:
 def test_a_match_ends_at_a_state() -> None:
     g = groups(64, states=4)
     seq = read(g, list(range(30)))
-    assert g.match([*range(30), 1]).length == 0 and g.match([*range(30), 1]).known == 28
+    assert g.match([*range(30), 1]).length == 0 and g.match([*range(30), 1]).full_length == 28
     seq.branch_points.append(12 // SIZE)
     g.cache_state(seq, 12, "at 12")
     g.cache_state(seq, 30, "at 30")
     hit = g.match([*range(30), 1])
     assert (hit.length, hit.state, len(hit.tables[0]), len(hit.sources)) == (30, "at 30", 7, 1)
     hit = g.match(list(range(30)))  # one token is left to compute
-    assert (hit.length, hit.state, hit.known) == (12, "at 12", 28)
+    assert (hit.length, hit.state, hit.full_length) == (12, "at 12", 28)
     assert g.match([*range(12), 9]).length == 12 and g.match(list(range(12))).length == 0
 
 
@@ -196,7 +198,7 @@ def test_a_reread_hit_computes_its_last_token_in_a_copy(window: int) -> None:
         for last in (99, length - 1, 98):
             g.free(read(g, [*prompt[:-1], last]))
         plain = g.match([*prompt, 7])
-        g.rereads = True
+        g.recompute_last = True
         match = g.match([*prompt, 7])
         assert match.length == length - 1 == plain.length - 1
         seq = sequence(g, [*prompt, 7])

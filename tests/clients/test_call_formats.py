@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.text.formats import KNOWN, format_of, written_by
+from mlxspec.text.formats import KNOWN, format_of, template_calls
 from tests.clients.conftest import BROKEN, MENDED, World
 from tests.clients.script import DONE, MARKS, TEMPLATE, Play, steps, think
 from tests.clients.test_agents import AGENTS
@@ -63,7 +63,7 @@ def in_its_format(tokenizer: Any, play: Play) -> Play:
     def spoken(prompt: str) -> str:
         text, *calls = re.split(r"\s*<tool_call>\n(.*?)\n</tool_call>", play(prompt), flags=re.S)
         named = [(each["name"], each["arguments"]) for each in map(json.loads, calls[::2])]
-        return text + ("\n" + written_by(tokenizer, named) if named else "")
+        return text + ("\n" + template_calls(tokenizer, named) if named else "")
 
     return spoken
 
@@ -71,7 +71,7 @@ def in_its_format(tokenizer: Any, play: Play) -> Play:
 @pytest.mark.parametrize("name", ["claude", "codex", "opencode"])
 def test_mends_a_file(name: str, world: World) -> None:
     agent, file, tokenizer = AGENTS[name], str(world.file), world.player.tokenizer
-    assert format_of(tokenizer).own
+    assert format_of(tokenizer).learned
     first = think("I look.") + "I read it.\n" + agent.reads(file)
     play = steps(first, agent.looks(file), agent.edits(file), DONE)
     world.player.play = in_its_format(tokenizer, play)

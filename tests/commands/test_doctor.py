@@ -73,7 +73,7 @@ def test_no_weights_are_read(model: Path) -> None:
 def test_kernels(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = VerdictFile(tmp_path / "cache" / KERNELS_DIR)
     used = Verdict("matrix", 1, 16, {1: 0.98, 8: 2.5})
-    file.save({"qmm 8": used, "sample 9": Verdict(why="plain: off by 3")})
+    file.save({"qmm 8": used, "sample 9": Verdict(reason="plain: off by 3")})
     code, texts, _ = report(str(model))
     assert code == 0
     assert texts["kernels"][0] == "qmm 8: used for 1 to 16 rows"

@@ -108,8 +108,8 @@ def test_a_head_that_was_learned_before_goes_on(
     _, about, size = made()
     assert about["begins_as"] | {"begins_as": {}} == first and size == about["vocabulary"] == 300
     said = capsys.readouterr().out
-    assert "going on with the head that is there, of 300 tokens" in said
-    assert "going on after step" not in said
+    assert "resuming the existing head, of 300 tokens" in said
+    assert "continuing after step" not in said
     place, about, size = made("--draft-vocab-size", "512")
     assert about["begins_as"] == {} and size == 512
     (place / "config.json").write_text("{}")
@@ -140,7 +140,7 @@ def test_a_stopped_training_goes_on(
 
     monkeypatch.setattr(train.Server, "wait", wait)
     assert command(*WORDS) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
     (file,) = (cache / "training").glob("*/answers.jsonl")
     kept = SampleFile(file).read()
     assert kept
@@ -298,7 +298,7 @@ def test_a_server_that_stays_unwell_is_given_up(
 ) -> None:
     monkeypatch.setattr(train, "get_status", lambda url, key: Status("", "unwell", why="gone"))
     with pytest.raises(UserError, match="gone"):
-        train.Server("http://127.0.0.1:1", "", asked=1.0).wait()
+        train.Server("http://127.0.0.1:1", "", polled=1.0).wait()
     assert clock[0] == 100 + 2 * train.ASK_S * train.PATIENCE
 
 

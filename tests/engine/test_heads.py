@@ -109,7 +109,7 @@ def test_a_turn_that_continues_an_answer(kind: str, layout: Any) -> None:
         told = [*prompt, *answer]
         outputs = ask(e, few("turn", [*told, 1, 2], 8), few("other", [*told[:-3], 5, 6], 8))
         cached = {o.request: o.cached for o in outputs}
-        assert cached["turn"] == len(told) - 1 - e.scheduler.kv.rereads
+        assert cached["turn"] == len(told) - 1 - e.scheduler.kv.recompute_last
         again = ask(e, few("turn", [*told, 1, 2, 3], 5), few("other", [*told[:-3], 5, 6, 7], 5))
         assert {o.request: o.cached for o in again}["turn"] > cached["turn"]
     assert check(kind, drafted) > 35

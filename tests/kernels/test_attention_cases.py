@@ -48,7 +48,7 @@ def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             and mx.array_equal(got[3:], want[3:])
         )
         assert found[0].traffic["q"].size == 2 * 8 * 32 * 4
-        verdicts[0].way = ""  # parked
+        verdicts[0].variant = ""  # parked
         assert mx.array_equal(attention.paged_attention(args), want) and len(found) == 2
         assert {case.name for case in recorded} == set(contexts)
 

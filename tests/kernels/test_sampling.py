@@ -394,7 +394,7 @@ def test_a_verdict_says_for_how_many_rows(proven: Verdict) -> None:
             seen.clear()
             assert sampling.sample_accept(x[:rows], plain([1.0] * rows))[0].tolist() == want[:rows]
             assert bool(seen) == (rows > 1)
-        proven.way, proven.why = "", "parked"
+        proven.variant, proven.reason = "", "parked"
         seen.clear()
         sampling.sample_accept(x, plain([1.0] * 3))
         assert not seen
@@ -431,5 +431,5 @@ def test_an_engine_with_filters_and_grammars_says_the_same(proven: Verdict) -> N
     with simulated(checked=False) as seen:
         got = said()
         assert len(seen) == 2
-    proven.way = ""
+    proven.variant = ""
     assert said() == got

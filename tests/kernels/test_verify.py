@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 @pytest.fixture(autouse=True)
 def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "missing", lambda: "")
+    monkeypatch.setattr(module, "unavailable", lambda: "")
     monkeypatch.setattr(trial, "ROTATED_BYTES", 1 << 12)
     yield
     KERNELS.verdicts.clear()
@@ -96,13 +96,13 @@ def gains(*values: float) -> dict[int, float]:
 
 def test_a_right_and_faster_kernel_is_used(clock: Time) -> None:
     found = judge(case(clock, plain=(5e-4, same)))
-    assert (found.way, found.least, found.most, found.why) == ("plain", 1, 16, "")
+    assert (found.variant, found.least, found.most, found.reason) == ("plain", 1, 16, "")
     assert found.gains == pytest.approx(dict.fromkeys(ROWS, 2.0))
 
 
 def test_a_slower_kernel_is_not_used(clock: Time) -> None:
     found = judge(case(clock, plain=(9e-4, same)))
-    assert not found.way and "1.11 times" in found.why
+    assert not found.variant and "1.11 times" in found.reason
     assert found.gains[4] == pytest.approx(10 / 9)
 
 
@@ -122,14 +122,14 @@ def test_a_wrong_variant_is_rejected_and_the_other_wins(
     clock: Time, wrong: Callable[[mx.array], mx.array]
 ) -> None:
     found = judge(case(clock, matrix=(1e-5, wrong), plain=(5e-4, same)))
-    assert found.way == "plain" and found.why.startswith("matrix: ")
+    assert found.variant == "plain" and found.reason.startswith("matrix: ")
     alone = judge(case(clock, matrix=(1e-5, wrong)))
-    assert not alone.way and alone.why == found.why and not alone.gains
+    assert not alone.variant and alone.reason == found.reason and not alone.gains
 
 
 def test_of_two_variants_the_faster_is_used(clock: Time) -> None:
-    assert judge(case(clock, a=(5e-4, same), b=(3e-4, same))).way == "b"
-    assert judge(case(clock, a=(3e-4, same), b=(5e-4, same))).way == "a"
+    assert judge(case(clock, a=(5e-4, same), b=(3e-4, same))).variant == "b"
+    assert judge(case(clock, a=(3e-4, same), b=(5e-4, same))).variant == "a"
 
 
 def test_a_variant_runs_only_for_the_rows_that_it_wins(clock: Time) -> None:
@@ -180,7 +180,7 @@ def test_a_verdict_is_reused_on_the_next_start(tmp_path: Path, clock: Time) -> N
     made = case(clock, plain=(5e-4, same), matrix=(1e-4, refuse))
     first = start(tmp_path / "kernels", made, made)
     calls = clock.calls
-    assert first["fake 8x8"].way == "plain"
+    assert first["fake 8x8"].variant == "plain"
     assert start(tmp_path / "kernels", made) == first == KERNELS.verdicts and clock.calls == calls
 
 
@@ -193,13 +193,15 @@ def test_another_machine_or_version_verifies_again(tmp_path: Path, clock: Time, 
     assert clock.calls > calls
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"fake 8x8": {"way": 7}}', '{"fake 8x8": {"way'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"fake 8x8": {"variant": 7}}', '{"fake 8x8": {"variant']
+)
 def test_a_broken_file_is_ignored(tmp_path: Path, clock: Time, text: str) -> None:
     made = case(clock, plain=(5e-4, same))
     start(tmp_path, made)
     VerdictFile(tmp_path, FACTS).path.write_text(text)
-    assert start(tmp_path, made)[made.name].way == "plain"
-    assert VerdictFile(tmp_path, FACTS).load()[made.name].way == "plain"
+    assert start(tmp_path, made)[made.name].variant == "plain"
+    assert VerdictFile(tmp_path, FACTS).load()[made.name].variant == "plain"
 
 
 CHILD = """
@@ -207,7 +209,7 @@ import os, sys
 from pathlib import Path
 import mlx.core as mx
 from mlxspec.kernels import trial, verify
-verify.missing = lambda: ""
+verify.unavailable = lambda: ""
 inputs = lambda seed: (mx.ones((2, 8)), mx.ones((8, 8)))
 dies = {"plain": lambda *a: os._exit(3)}
 case = trial.Case("fake 8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
@@ -220,15 +222,15 @@ def test_a_kernel_that_ended_the_process_is_off(tmp_path: Path, clock: Time) -> 
     assert subprocess.run(words, timeout=60).returncode == 3
     made, other = case(clock, plain=(5e-4, same)), case(clock, "other", plain=(5e-4, same))
     crashed = start(tmp_path, made)[made.name]
-    assert (crashed.why, crashed.way, clock.calls) == (CRASHED, "", 0)
+    assert (crashed.reason, crashed.variant, clock.calls) == (CRASHED, "", 0)
     found = start(tmp_path, made, other)
-    assert found[made.name] == crashed and found[other.name].way == "plain"
+    assert found[made.name] == crashed and found[other.name].variant == "plain"
     assert start(tmp_path, made)[made.name] == crashed, "after another trial's marker too"
 
 
 def test_being_stopped_is_no_crash(tmp_path: Path, clock: Time) -> None:
     def stop(y: mx.array) -> mx.array:
-        assert VerdictFile(tmp_path, FACTS).load()["fake 8x8"].why == CRASHED
+        assert VerdictFile(tmp_path, FACTS).load()["fake 8x8"].reason == CRASHED
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -243,10 +245,10 @@ def test_a_process_that_exits_on_purpose_abandons_its_trial(tmp_path: Path, cloc
     def leave(y: mx.array) -> mx.array:
         KERNELS.abandon_trial()
         left.append(file.load())
-        file.save({"fake 8x8": Verdict(why=CRASHED)})
+        file.save({"fake 8x8": Verdict(reason=CRASHED)})
         clock.now += 100.0
         KERNELS.abandon_trial()
-        left.append(file.load()["fake 8x8"].why)
+        left.append(file.load()["fake 8x8"].reason)
         return y
 
     start(tmp_path, case(clock, plain=(1e-4, leave)))
@@ -257,29 +259,29 @@ def test_a_process_that_exits_on_purpose_abandons_its_trial(tmp_path: Path, cloc
 def test_only_one_process_tries_kernels(tmp_path: Path, clock: Time) -> None:
     made = case(clock, plain=(5e-4, same))
     with lock(tmp_path / "lock"):
-        assert start(tmp_path, made)[made.name].why == UNTRIED and clock.calls == 0
-    assert start(tmp_path, made)[made.name].way == "plain"
+        assert start(tmp_path, made)[made.name].reason == UNTRIED and clock.calls == 0
+    assert start(tmp_path, made)[made.name].variant == "plain"
 
 
 def test_without_a_crash_marker_nothing_is_tried(tmp_path: Path, clock: Time) -> None:
     (tmp_path / "file").write_text("")
     found = start(tmp_path / "file", case(clock, plain=(1e-4, same)))
-    assert not found["fake 8x8"].way and clock.calls == 0
+    assert not found["fake 8x8"].variant and clock.calls == 0
 
 
 def test_a_case_that_fails_itself_is_a_verdict(tmp_path: Path, clock: Time) -> None:
     whole = case(clock, plain=(1e-4, same))
     broken = Case("broken 1", (1,), whole.inputs, refuse, refuse, whole.variants, 1.0)
     found = start(tmp_path, broken, whole)
-    assert "plain: TypeError" in found["broken 1"].why and found[whole.name].way == "plain"
+    assert "plain: TypeError" in found["broken 1"].reason and found[whole.name].variant == "plain"
 
 
 def test_a_lack_of_memory_is_not_kept(tmp_path: Path, clock: Time) -> None:
     def short(y: mx.array) -> mx.array:
         raise RuntimeError("[metal::malloc] Attempting to allocate 600 MB, which is too much now")
 
-    assert not start(tmp_path, case(clock, plain=(5e-4, short)))["fake 8x8"].way
-    assert start(tmp_path, case(clock, plain=(5e-4, same)))["fake 8x8"].way == "plain"
+    assert not start(tmp_path, case(clock, plain=(5e-4, short)))["fake 8x8"].variant
+    assert start(tmp_path, case(clock, plain=(5e-4, same)))["fake 8x8"].variant == "plain"
 
 
 def test_seconds_are_bounded(tmp_path: Path, clock: Time) -> None:
@@ -287,7 +289,7 @@ def test_seconds_are_bounded(tmp_path: Path, clock: Time) -> None:
     told: list[tuple[int, int]] = []
     found = verify(slow, VerdictFile(tmp_path, FACTS), report=lambda *what: told.append(what))
     assert clock.now <= 20 + len(ROWS) + 4 + 2, "one case beyond, and what it takes to compile"
-    assert {v.why for v in found.values()} == {UNTRIED}
+    assert {v.reason for v in found.values()} == {UNTRIED}
     assert told == [(n, 9) for n in range(1, 10)]
     assert not VerdictFile(tmp_path, FACTS).load(), "lateness is not kept: the next start goes on"
 
@@ -303,7 +305,7 @@ def test_a_kernel_is_not_rejected_for_the_time_that_compiling_takes(
         return y
 
     found = start(tmp_path, case(clock, plain=(5e-4, compiles)))
-    assert found["fake 8x8"].way == "plain"
+    assert found["fake 8x8"].variant == "plain"
 
 
 def test_raced_calls_wait_for_each_other() -> None:
@@ -319,19 +321,19 @@ def test_raced_calls_wait_for_each_other() -> None:
 
 def test_right_kernels_are_known_however_slow(clock: Time) -> None:
     slow = judge(case(clock, plain=(2e-3, same), wrong=(1e-5, lambda y: y + 1)))
-    assert not slow.way and slow.right == ("plain",)
+    assert not slow.variant and slow.right == ("plain",)
 
 
 def test_a_call_that_hangs_is_rejected(clock: Time) -> None:
-    assert judge(case(clock, matrix=(105.0, same), plain=(5e-4, same))).way == "plain"
+    assert judge(case(clock, matrix=(105.0, same), plain=(5e-4, same))).variant == "plain"
 
 
 def test_without_metal_nothing_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Time
 ) -> None:
-    monkeypatch.setattr(module, "missing", lambda: "no Metal here")
+    monkeypatch.setattr(module, "unavailable", lambda: "no Metal here")
     found = start(tmp_path / "none", case(clock, plain=(1e-4, same)))
-    assert found == {"fake 8x8": Verdict(why="no Metal here")} == KERNELS.verdicts
+    assert found == {"fake 8x8": Verdict(reason="no Metal here")} == KERNELS.verdicts
     assert clock.calls == 0 and not (tmp_path / "none").exists()
 
 
@@ -363,4 +365,4 @@ def test_small_qmm_in_the_simulator(factor: float, monkeypatch: pytest.MonkeyPat
     if factor == 1:
         assert set(verdict.gains) == {1, 16}
     else:
-        assert not verdict.way and verdict.why.count("off by") == 2
+        assert not verdict.variant and verdict.reason.count("off by") == 2

@@ -81,7 +81,7 @@ def launched(run: Any) -> tuple[mx.array, bool]:
 def test_a_layer_uses_what_its_verdict_takes(bias: bool, way: str) -> None:
     own, (ours, case) = layer(bias=bias), installed(layer(bias=bias))
     own.bias = ours.bias = mx.arange(24).astype(mx.float16) if bias else None
-    KERNELS.verdicts[case.name].way = way
+    KERNELS.verdicts[case.name].variant = way
     for shape in [(2, 1), (1, 2), (2, 3), (6,), (1,), (7, 1), ()]:
         x = mx.random.normal((*shape, 96)).astype(mx.float16)
         y, used = launched(lambda x=x: ours(x))
@@ -95,7 +95,7 @@ def test_a_parked_kernel_is_not_asked_again() -> None:
     ours, case = installed(layer())
     x = mx.random.normal((3, 96)).astype(mx.float16)
     assert launched(lambda: ours(x))[1]
-    KERNELS.verdicts[case.name].way = ""
+    KERNELS.verdicts[case.name].variant = ""
     y, used = launched(lambda: ours(x))
     assert not used and mx.array_equal(y, layer()(x))
 
@@ -216,7 +216,7 @@ def test_tokens_are_those_of_plain_decoding(
                 if parked and turn == 3:
                     assert not calls
                     for verdict in KERNELS.verdicts.values():
-                        verdict.way = ""
+                        verdict.variant = ""
 
             outputs = tiny.run(e, park)
             assert {n: tiny.tokens(outputs, n) for n in all_of} == truth

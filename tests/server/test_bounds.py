@@ -2,8 +2,10 @@
 all bodies together have a bound."""
 
 import asyncio
+import gc
 import socket
 import time
+import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +15,11 @@ from hypothesis import strategies as st
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.server import anthropic, process
-from mlxspec.server.body import MAX_BODIES, MAX_ITEMS
+from mlxspec.server.body import MAX_BODIES, MAX_ITEMS, Body
+from mlxspec.server.generate import Generation
 from mlxspec.server.openai import schema as openai
 from mlxspec.server.responses import schema as responses
+from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.rewrites import merged
 from tests.server.scripted import MESSAGES, Connection, server
 
@@ -168,6 +172,114 @@ async def test_all_bodies_that_are_being_read_have_a_bound(tokenizer: Any, model
     await asyncio.gather(*(one.task for one in kept), return_exceptions=True)
     assert s.app.state.server.unread == 0
     assert (await s.post(CHAT, chunks=[part, b'"}'])).status == 400  # no messages
+
+
+LARGE: Any = [[f"{i}"] for i in range(30_000)]  # 3.5 MB when it was parsed, and in no prompt
+SAID: Any = {"messages": MESSAGES, "stream": True}
+ASKED: dict[str, Any] = {
+    CHAT: {**SAID, "chat_template_kwargs": {"a": LARGE}},
+    "/v1/chat/completions?": {**SAID, "messages": [{**MESSAGES[0], "extra": LARGE}]},
+    "/v1/completions": {"prompt": "a", "stream": True, "extra": LARGE},
+    "/v1/messages": {
+        **SAID,
+        "max_tokens": 9,
+        "tools": [{"name": "f", "input_schema": {"a": LARGE}, "defer_loading": True}],
+    },
+    "/v1/responses": {"input": "a", "stream": True, "extra": LARGE},
+    "/api/chat": {**SAID, "options": {"extra": LARGE}},
+    "/api/generate": {"prompt": "a", "extra": LARGE},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_what_was_parsed_is_let_go_before_the_answer(
+    path: str, tokenizer: Any, model_dir: Any
+) -> None:
+    s = server(tokenizer, model_dir, holds=True)
+    for _ in range(2):  # what is made once
+        slow = Connection(s.app, path.strip("?"), ASKED[path])
+        await s.engine.until(lambda: s.engine.submitted)
+        slow.leave()
+        await slow.task
+    gc.collect()
+    gc.disable()  # what is let go is so at once
+    try:
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        number, slow_ones = len(s.engine.submitted), []
+        for i in range(4):
+            slow_ones.append(Connection(s.app, path.strip("?"), ASKED[path]))
+            await s.engine.until(lambda n=number + i: len(s.engine.submitted) > n)  # type: ignore[misc]
+        await asyncio.sleep(0.05)
+        assert not [one for one in gc.get_objects() if isinstance(one, Body)]
+        assert tracemalloc.get_traced_memory()[0] - before < 1 << 20
+        assert s.app.state.server.unread == 0
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    s.engine.push("hello", "stop")
+    assert (await slow_ones[-1].answer()).status == 200
+    for one in slow_ones[:-1]:
+        one.leave()
+        await one.task
+
+
+@pytest.mark.parametrize("field", ["metadata", "user", "tools", "text", "input"])
+async def test_what_a_response_repeats_has_a_bound(
+    field: str, tokenizer: Any, model_dir: Any
+) -> None:
+    s = server(tokenizer, model_dir)
+    given: Any = {
+        "metadata": {"a": LARGE},
+        "user": "a" * (1 << 22),
+        "tools": [{"type": "web_search", "a": LARGE}],
+        "text": {"format": {"type": "text"}, "a": LARGE},
+        "input": [{"role": "user", "content": "a", "extra": LARGE}],
+    }[field]
+    answer = await s.post("/v1/responses", {"input": "a", field: given})
+    assert answer.status == 400 and answer.error["param"] == field
+    assert "send less of it" in answer.error["message"]
+
+
+async def test_bodies_that_wait_for_the_text_thread_are_counted(
+    tokenizer: Any, model_dir: Any
+) -> None:
+    """By what they take when they are parsed."""
+    s = server(tokenizer, model_dir, config=Config(max_body_mb=1))
+    state, gate = s.app.state.server, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stand() -> None:
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+
+    state.later(stand)
+    body = {"messages": MESSAGES, "extra": [[]] * 6000}  # 24 KB, 2 MB when it was parsed
+    kept = [Connection(s.app, CHAT, body) for _ in range(20)]
+    await asyncio.sleep(0.5)
+    assert state.unread < (MAX_BODIES + 20) << 20
+    assert sum(one.task.done() for one in kept) > 8
+    assert not (small := Connection(s.app, CHAT, {"messages": MESSAGES})).task.done()
+    gate.set()
+    statuses = {(await one.answer()).status for one in kept}
+    assert statuses == {200, 429} and (await small.answer()).status == 200
+    assert state.unread == 0
+
+
+@pytest.mark.parametrize("lark", ["start: nothing", "start: /(?=a)/"])
+async def test_what_a_refused_grammar_took_is_let_go_at_once(
+    lark: str, tokenizer: Any, model_dir: Any
+) -> None:
+    s = server(tokenizer, model_dir)
+    assert (await s.chat(grammar=lark)).status == 400
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert (await s.chat(grammar=lark)).status == 400
+        found = [one for one in gc.get_objects() if isinstance(one, Generation | RejectedRequest)]
+        assert not found
+    finally:
+        gc.enable()
 
 
 def _unfinished(part: bytes) -> Any:

@@ -271,21 +271,21 @@ async def test_what_runs_comes_first(make: Make) -> None:
 async def test_verdicts_of_kernels(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "small_qmm 64x64": Verdict("tall", 2, 8, {8: 1.5, 2: 1.2}),
-        "accept 320": Verdict(why="slower"),
+        "accept 320": Verdict(reason="slower"),
     }
     monkeypatch.setattr(KERNELS, "verdicts", table)
     s = make()
     found = (await snapshot(s))["kernels"]
     one, two = found["small_qmm 64x64"], found["accept 320"]
     assert one["gains"] == {"2": 1.2, "8": 1.5}
-    assert (one["way"], one["least"], one["most"], one["why"]) == (
+    assert (one["variant"], one["least"], one["most"], one["reason"]) == (
         "tall",
         2,
         8,
         "",
     )
-    assert (two["way"], two["why"]) == ("", "slower")
-    table["late"] = Verdict(why="no Metal here")
+    assert (two["variant"], two["reason"]) == ("", "slower")
+    table["late"] = Verdict(reason="no Metal here")
     assert len((await snapshot(s))["kernels"]) == 3  # the live table
 
 

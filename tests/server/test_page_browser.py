@@ -393,13 +393,13 @@ def test_no_cell_is_cut_on_a_narrow_screen(chromium: Any, base: str) -> None:
     rows.insert(0, rows[0] | {"id": "chatcmpl-x", "outcome": "", "first": 0.0, "read": 120_000})
     name = "paged_attention float32 9/3x64 block 32"
     kernel: dict[str, Any] = {
-        "way": "tall",
+        "variant": "tall",
         "least": 2,
         "most": 8,
     }
     kernel |= {
         "gains": {n: 1.234 for n in (2, 4, 8, 16, 32)},
-        "why": "no Metal here, and a long reason why",
+        "reason": "no Metal here, and a long reason why",
     }
     with fed(chromium, base, [{"requests": rows, "kernels": {name: kernel}}], width=375) as page:
         until(page, "document.querySelectorAll('#requests tbody tr').length === 4")

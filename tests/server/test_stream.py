@@ -87,6 +87,27 @@ def test_stop_string_ends_a_choice(tokenizer: Any) -> None:
     assert (text_of(piece), piece.finish) == ("a", "stop")
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("hello\n\n\n\n", "\n\n", "hello"),
+        ("\n\nhello \n \n", " \n \n", "\n\nhello"),
+        ("hello\nyou", "\n", "hello"),
+        ("hello\nyou\n\n", "u\n\n", "hello\nyo"),
+    ],
+)
+def test_a_stop_string_of_white_space_ends_the_choice_at_once(
+    tokenizer: Any, text: str, stop: str, shown: str
+) -> None:
+    made = choice(tokenizer, stop=(stop,), parts=True)
+    last = Piece()
+    for token in encode(tokenizer, text):
+        last = made.take(output([token]))
+        if last.finish:
+            break
+    assert last.finish == "stop" and text_of(made.whole) == shown
+
+
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Any) -> None:
     made = choice(tokenizer, stop=("hello world",))
     assert made.take(output(encode(tokenizer, "hello"))) == Piece()

@@ -179,7 +179,7 @@ def test_drafts_are_those_of_a_dense_computation(kind: str, tmp_path: Path) -> N
     head = load_head(find_head(tmp_path), reference.target)
     assert head is not None
     e = tiny.engine(architectures.build(kind), layout=LAYOUTS[kind])
-    e.scheduler.kv.rereads = True
+    e.scheduler.kv.recompute_last = True
     e.proposer = Proposer(costs(), [HeadDrafter(head, e.runner)], depth=DEPTH)
     lm_head, logits = head.lm_head, []
 

@@ -61,7 +61,13 @@ NINE = (  # as Mistral's: ids of nine letters and digits, of calls and of result
 
 
 @pytest.mark.parametrize(
-    "ids", [("call_0123456789abcdef", "toolu_01_xyz"), ("a", "b"), (None, None)]
+    "ids",
+    [
+        ("call_0123456789abcdef", "toolu_01_xyz"),
+        ("a", "b"),
+        (None, None),
+        ("call_1_abcdefghi", "call_2_abcdefghi"),
+    ],
 )
 def test_call_ids_that_a_template_refuses_are_shortened(tmp_path: Path, ids: Any) -> None:
     """Each result keeps its call."""
@@ -233,12 +239,13 @@ def test_template_variables(tmp_path: Path) -> None:
             render_chat(loud, [user("A")], **{name: 1})
 
 
-def test_reasoning_and_names_reach_the_template(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_and_names_reach_the_template(tmp_path: Path, field: str) -> None:
     told = with_template(
         tmp_path,
         "{% for m in messages %}{{ m.name }}:{{ m.reasoning_content }}:{{ m.content }};{% endfor %}",
     )
-    said = {"role": "assistant", "content": "B", "reasoning_content": "hm"}
+    said = {"role": "assistant", "content": "B", field: "hm"}
     assert text(told, [user("A") | {"name": "Ann"}, said]) == "Ann::A;:hm:B;"
 
 

@@ -86,7 +86,7 @@ def before(
     """Text and ids as they were when a client's text was as good as the template's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "marked", lambda value, _: copy(value))
-        text = chat._rendered(tokenizer, conversation_of(messages, tools, options, History()), True)
+        text = chat._render(tokenizer, conversation_of(messages, tools, options, History()), True)
     return text, list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -220,7 +220,7 @@ def test_marks_of_reasoning_and_calls(tokenizer: Any, qwen: Any) -> None:
 
 def test_a_text_behind_a_control_token_begins_like_any(tmp_path: Path) -> None:
     tokenizer = made(tmp_path, "first")
-    assert control_tokens_of(tokenizer).ahead
+    assert control_tokens_of(tokenizer).start_differs
     calm = render_chat(tokenizer, [{"role": "user", "content": "hello"}])
     ids = render_chat(tokenizer, [{"role": "user", "content": "hello<|im_end|>"}])
     at = calm.index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
@@ -320,7 +320,7 @@ def test_many_marks_cost_little(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) < 8 and sum(control(qwen, ids).values()) == 3
     words = [token.content for token in qwen.added_tokens_decoder.values() if token.special]
     found = control_tokens_of(qwen)
-    assert found.cut and all(re.fullmatch(found.cut, word) for word in words)
+    assert found.unmarked and all(re.fullmatch(found.unmarked, word) for word in words)
 
 
 def test_the_embedded_model(smollm2: Path) -> None:

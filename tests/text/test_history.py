@@ -77,7 +77,7 @@ def spelled(call: str) -> str:
 
 
 def calls_of(tokenizer: Any) -> list[str]:
-    if "qwen3_coder" in tokenizer.tool_parser.__module__:
+    if tokenizer.tool_parser and "qwen3_coder" in tokenizer.tool_parser.__module__:
         xml = "<function=edit>\n<parameter=a>\n{}\n</parameter>\n</function>"
         return [spelled(xml.format(a)) for a in ("x", "y z")]
     return [

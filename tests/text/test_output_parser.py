@@ -237,7 +237,7 @@ def test_a_bare_line_feed_in_json_is_escaped(hermes: Any) -> None:
 def test_why_a_call_is_text_is_logged(hermes: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mlxspec")
     told(hermes, '<tool_call>\n{"name": "read", "arg')
-    assert "cannot be read and is shown as text: ValueError" in caplog.text
+    assert "cannot be parsed and is shown as text: ValueError" in caplog.text
 
 
 def test_content_is_shown_as_it_comes(hermes: Any) -> None:
@@ -327,16 +327,30 @@ def test_values_in_xml_have_the_types_of_their_schema(coder: Any) -> None:
         "id": {"type": "integer"},
         "version": {"type": ["string", "null"]},
         "none": {"type": ["string", "null"]},
+        "upper": {"type": "STRING"},
+        "place": {"$ref": "#/$defs/place"},
+        "words": {"allOf": [{"description": "d"}, {"$ref": "#/$defs/word"}]},
+        "loop": {"$ref": "#/$defs/loop"},
+        "lost": {"$ref": "https://example.com/a.json"},
     }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": kinds}}}]
+    places = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    defined = {"place": places, "word": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+    schema = {"properties": kinds, "$defs": defined}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     values = {"opt": "abc", "n": "5", "on": "true", "way": "x", "one": "5", "s": "NULL"}
-    values |= {"id": "1234567890123456789", "version": "1.10", "none": "null"}
+    values |= {"id": "1234567890123456789", "version": "1.10", "none": "null", "upper": "7"}
+    values |= {"place": '{"x": 1}', "words": "[1]", "loop": "l", "lost": "5"}
     said = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
     [(_, _, arguments)] = told(coder, f"<function=f>\n{said}</function>", tools=tools)
     assert arguments == {"opt": "abc", "n": 5, "on": True, "way": "x", "one": 5, "s": "NULL"} | {
         "id": 1234567890123456789,
         "version": "1.10",
         "none": None,
+        "upper": "7",
+        "place": {"x": 1},
+        "words": "[1]",
+        "loop": "l",
+        "lost": "5",
     }
 
 
@@ -441,6 +455,14 @@ def test_every_format_is_streamed(writers: dict[str, Any], name: str) -> None:
         assert read(tokenizer, [text[:at], text[at:]]) == whole
 
 
+def test_a_vocabulary_names_a_format_of_which_the_template_says_nothing(tmp_path: Path) -> None:
+    """As Codestral's does."""
+    made = load_tokenizer(save_tokenizer(tmp_path, template=AGENT, extra=("[TOOL_CALLS]",)))
+    for name in ("mistral", "mistral's list"):
+        calls = [part.call for part in read(made, FORMATS[name][1]) if part.call]
+        assert [json.loads(call.arguments) for call in calls] == [ARGUMENTS] * 2
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_other_formats_come_whole(writers: dict[str, Any], name: str) -> None:
     tokenizer, (_, text) = writers[name], WHOLE[name]
@@ -448,6 +470,26 @@ def test_other_formats_come_whole(writers: dict[str, Any], name: str) -> None:
     opening, whole = parts_of(tokenizer, text)
     assert opening.opens and whole.ends and json.loads(whole.text) == CALL_READ[2]
     assert told(tokenizer, text[:-20], cut=True) == [("cut", "read", "")]
+
+
+@pytest.mark.parametrize("text", ["[1] See the book.", "[x](http://a.b)", "[a (b)]"])
+def test_what_is_no_list_of_calls_is_shown_as_it_comes(tmp_path: Path, text: str) -> None:
+    """Where calls are lists without markers."""
+    key = "{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}"
+    each = "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}" + key
+    each = (
+        "{% for c in m.tool_calls %}"
+        + each
+        + "{% endfor %}){{ ', ' if not loop.last }}{% endfor %}"
+    )
+    turn = "<turn>{{ m.content }}{% if m.tool_calls %}[" + each + "]{% endif %}"
+    made = load_tokenizer(
+        save_tokenizer(tmp_path, template="{% for m in messages %}" + turn + "{% endfor %}")
+    )
+    assert [name for _, name, _ in told(made, '[read(path="a.py", lines=3)]')] == ["read"]
+    reader = OutputParser(made, TOOLS, False)
+    shown = "".join(part.text for piece in text for part in reader.feed(piece))
+    assert shown == text
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,7 +6,7 @@ Rule: each piece of an answer is written once, by the same code for a body and f
 
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from mlxspec.server.body import takes
@@ -27,7 +27,7 @@ from mlxspec.server.stream import (
 )
 from mlxspec.text.detokenizer import Detokenizer, token_bytes
 from mlxspec.text.fim import FORMS, fill_in_middle
-from mlxspec.text.messages import listed
+from mlxspec.text.messages import as_list
 from mlxspec.text.output_parser import Part
 from mlxspec.types import Logprob, Request
 
@@ -37,20 +37,25 @@ MIN_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
 @dataclass
 class CompletionWriter(ResponseWriter):
-    """The ResponseWriter of the completion endpoints."""
+    """The ResponseWriter of the completion endpoints, for what was `asked`."""
 
     model: TextModel
-    request: Chat | Completion
+    asked: InitVar[Chat | Completion]
     id: str
     chat: bool  # not a text completion
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
     legacy: bool = False  # calls are written as `function_call`
 
+    def __post_init__(self, asked: Chat | Completion) -> None:
+        self._choices, self._infill = asked.n, isinstance(asked, Infill)
+        self._usage = asked.stream_options.include_usage
+        self._alternatives = asked.alternatives
+
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice of a chat."""
         data = b""
         if self.chat:
-            for i in range(self.request.n):
+            for i in range(self._choices):
                 data += self._chunk(i, {"role": "assistant", "content": ""})
         return data
 
@@ -72,7 +77,7 @@ class CompletionWriter(ResponseWriter):
         return self._chunk(0, {"content": ""})
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:
-        if not self.request.stream_options.include_usage:
+        if not self._usage:
             return DONE
         return event(self._head(".chunk", choices=[], usage=usage_object(usage))) + DONE
 
@@ -80,7 +85,7 @@ class CompletionWriter(ResponseWriter):
         return event(error.body())
 
     def body(self, choices: Choices, usage: Usage) -> Json:
-        if isinstance(self.request, Infill):
+        if self._infill:
             return {
                 "content": texts(choices[0].whole)["content"],
                 "stop": True,
@@ -118,7 +123,7 @@ class CompletionWriter(ResponseWriter):
     ) -> bytes:
         choice = self._choice(index, {"delta": delta}, logprobs, finish)
         data = self._head(".chunk", choices=[choice])
-        if self.request.stream_options.include_usage:
+        if self._usage:
             data["usage"] = None
         return event(data)
 
@@ -136,7 +141,7 @@ class CompletionWriter(ResponseWriter):
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, piece: Piece) -> Json | None:
-        if self.request.alternatives is None:
+        if self._alternatives is None:
             return None
         content = [self._entry(lp) for lp in piece.logprobs]
         if self.chat:
@@ -215,7 +220,7 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
     """What answers each prompt; on the text thread. Raises RejectedRequest and ApiError."""
     requests: list[Request] = []
     choices: list[Choice] = []
-    for prompt in listed(body.prompt):
+    for prompt in as_list(body.prompt):
         text, ends = prompt, frozenset[int]()
         if body.suffix or isinstance(body, Fill):
             text, ends = _gap(model, body, prompt)

@@ -22,7 +22,7 @@ from mlxspec.server.body import (
 from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json, invalid
-from mlxspec.text.messages import listed
+from mlxspec.text.messages import as_list
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 MAX_PROMPTS = 32
@@ -141,7 +141,7 @@ class Common(Body):
     max_tokens: Annotated[Count | None, UNSET] = None
     max_completion_tokens: Annotated[Count | None, UNSET] = None
     max_output_tokens: Annotated[Count | None, UNSET] = None
-    stop: Annotated[Stops, BeforeValidator(listed)] = []
+    stop: Annotated[Stops, BeforeValidator(as_list)] = []
     stop_token_ids: Annotated[list[Token], FIRST] = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

@@ -290,10 +290,10 @@ function kernels(now) {
   const head = [["Kernel and shape", "name"], ["Version", "end"], ["Rows", "n"], ["Gain by rows", "gain"], ["", "why"]];
   const rows = Object.entries(now.kernels).map(([name, k]) => [
     name,
-    (cell) => element(cell, "span", k.way ? "end-live" : "sub", k.way || "not used"),
-    k.way ? `${k.least}–${k.most}` : "–",
+    (cell) => element(cell, "span", k.variant ? "end-live" : "sub", k.variant || "not used"),
+    k.variant ? `${k.least}–${k.most}` : "–",
     Object.entries(k.gains).map(([n, gain]) => `${n}: ${gain.toFixed(2)}×`).join("  "),
-    k.why,
+    k.reason,
   ]);
   table($("kernels"), head, rows, "None verified on this machine: what MLX brings runs.");
 }

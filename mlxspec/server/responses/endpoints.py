@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.responses import JSONResponse, Response
 
@@ -15,10 +15,10 @@ from mlxspec.server.body import IGNORED, takes
 from mlxspec.server.chat_request import ChatRequest, prepare_chat, prompt_length
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, respond
-from mlxspec.server.responses.schema import Create, chat_messages, known_tools
+from mlxspec.server.responses.schema import Create, Tool, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import TextModel
-from mlxspec.text.messages import listed
+from mlxspec.text.messages import as_list
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 # Fields of the request that the response repeats, with their defaults.
@@ -103,11 +103,32 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
     """A response; of /v1/responses/input_tokens only the length of its prompt."""
     store: Store = http.app.state.responses
     before = store.conversation(body.previous_response_id)
-    items = body.input
+    items, on_text_thread = body.input, model.server.on_text_thread
     store.resolve(items)
-    ignored = http.scope[IGNORED]
+    tools, asked = await on_text_thread(_asked, body, before, http.scope[IGNORED])
+    if http.url.path.endswith("/input_tokens"):
+        count = await on_text_thread(prompt_length, model, asked)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+    response = await on_text_thread(_response, model, body)
+    kept = {name: tool.heading for name, tool in tools.items()}
+    by_name = {tool.name: tool for tool in kept.values()} | kept
+    writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
+    asked = replace(asked, kept=response)
+    if body.store:
+        writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
+        asked = replace(asked, kept={**response, "input": [before, items]})
+    return await respond(model, body, writer, prepare_chat, asked)
+
+
+def _asked(
+    body: Create,
+    before: list[Json],
+    ignored: list[str],
+) -> tuple[dict[str, Tool], ChatRequest]:
+    """The tools by name, and the conversation; what is left out goes to `ignored`. On the text
+    thread, as bodies may be large. Raises ApiError."""
     tools = known_tools(body.tools, ignored)
-    messages = chat_messages(before, items, ignored)
+    messages = chat_messages(before, body.input, ignored)
     if not messages:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
@@ -120,13 +141,15 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
         source="input",
         budget=body.reasoning.max_tokens,
     )
-    if http.url.path.endswith("/input_tokens"):
-        count = await model.server.on_text_thread(prompt_length, model, asked)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+    return tools, asked
+
+
+def _response(model: TextModel, body: Create) -> Json:
+    """The response before it has an answer; on the text thread."""
     names = {*DEFAULTS, "temperature", "top_p"}
     # As JSON: an infinite number becomes null.
     given = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
-    response: Json = {
+    return {
         **DEFAULTS,
         "temperature": model.defaults.temperature,
         "top_p": model.defaults.top_p,
@@ -141,11 +164,6 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
         "output": [],
         "usage": None,
     }
-    by_name = {tool.name: tool for tool in tools.values()} | tools
-    writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
-    if body.store:
-        writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
-    return await respond(model, body, writer, prepare_chat, asked)
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -177,7 +195,7 @@ def _stored(item: Json) -> Json:
     text = "output_text" if item.get("role") == "assistant" else "input_text"
     if kind == "message" and isinstance(item["content"], str):
         item["content"] = [{"type": "text", "text": item["content"]}]
-    for part in [*listed(item.get("content")), *listed(item.get("output"))]:
+    for part in [*as_list(item.get("content")), *as_list(item.get("output"))]:
         match part:
             case {"type": "text"}:  # also where content.py has put it in the place of an image
                 part["type"] = text

@@ -58,6 +58,11 @@ class Tool(Named):
     format: Json = {}
 
     @property
+    def heading(self) -> "Tool":
+        """The tool without what is in the prompt alone."""
+        return Tool(name=self.name, namespace=self.namespace, type=self.type)
+
+    @property
     def definition(self) -> Json:
         """The tool in chat form."""
         parameters = self.parameters

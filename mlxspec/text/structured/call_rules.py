@@ -1,8 +1,8 @@
-"""Lark rules of tool calls in the layout in which a model writes them, so that a forced call is
-what the model was trained to write.
+"""Lark rules of tool calls in the layout that a model writes, so that a forced call is what it was
+trained to write.
 
 A tool whose schema cannot be enforced in a layout with parameters is called in JSON between tags,
-which the output parser reads too. Without `strict` a keyword that cannot be enforced is left out,
+which the output parser accepts too. Without `strict` a keyword that cannot be enforced is left out,
 as OpenAI's and Anthropic's APIs do.
 """
 
@@ -17,7 +17,7 @@ from mlxspec.text.control_tokens import any_of
 from mlxspec.text.formats import format_of, layout_of
 from mlxspec.text.layouts import CALL_ID, OTHER, Layout
 from mlxspec.text.messages import RejectedRequest, types_of
-from mlxspec.text.proof import forces_own
+from mlxspec.text.proof import forces_own_format
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.types import Json
 
@@ -30,7 +30,7 @@ Function = Mapping[str, Any]  # of a tool
 
 
 def is_strict(function: Function) -> bool:
-    """Whether the client wants no argument but by the schema."""
+    """Whether the client wants arguments only as in the schema."""
     return bool(function.get("strict"))
 
 
@@ -40,22 +40,22 @@ def call_rules(
     single: bool,
     where: str,
 ) -> str:
-    """The rule of calls of these functions, one or, unless `single`, several; the rules that it
+    """The rule of calls of these functions: one or, unless `single`, several. The rules that it
     refers to follow on further lines. Raises RejectedRequest, naming the field `where`."""
     writer = _Rules(tokenizer, where)
-    own, others = format_of(tokenizer).layouts[0], layout_of("json_tools")
-    strings = [way for way in own.values if way.string is not False]
-    ended = all(way.closes.strip() for way in strings)
-    escaped = own.style == "tags" and (own.html or not own.raw)
-    if own.style == "whole" or escaped or not ended or not forces_own(tokenizer):
-        own = others
-    flat = [each for each in functions if own.style == "json" or _is_flat(_schema(each))]
-    flat = [each for each in flat if own is others or not re.search(r"[\s\"']", each["name"])]
-    rest = [each for each in functions if each not in flat]
+    native, fallback = format_of(tokenizer).layouts[0], layout_of("json_tools")
+    strings = [value for value in native.values if value.string is not False]
+    delimited = all(value.closes.strip() for value in strings)
+    escaped = native.style == "tags" and (native.html or not native.raw)
+    if native.style == "whole" or escaped or not delimited or not forces_own_format(tokenizer):
+        native = fallback
+    flat = [f for f in functions if native.style == "json" or _is_flat(_schema(f))]
+    flat = [f for f in flat if native is fallback or not re.search(r"[\s\"']", f["name"])]
+    rest = [f for f in functions if f not in flat]
     sections = []
-    for layout, some in ((own, flat), (others, rest)):
-        if some:
-            sections.append(writer.section(layout, some, single))
+    for layout, group in ((native, flat), (fallback, rest)):
+        if group:
+            sections.append(writer.section(layout, group, single))
     return "\n".join([" | ".join(sections), *writer.lines])
 
 
@@ -71,50 +71,50 @@ def arguments_rule(function: Function, where: str) -> str:
 
 
 def _schema(function: Function) -> Json:
-    """The schema of the arguments: an object, and closed where it lists its properties."""
+    """The schema of the arguments: an object, closed if it lists its properties."""
     schema = {**(function.get("parameters") or {}), "type": "object"}
-    listed, required = schema.get("properties"), schema.get("required", [])
-    if isinstance(listed, dict) and isinstance(required, list) and not OPEN & schema.keys():
-        if set(map(str, required)) <= listed.keys():
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list) and not OPEN & schema.keys():
+        if set(map(str, required)) <= properties.keys():
             schema.setdefault("additionalProperties", False)
     return schema
 
 
 def _is_flat(schema: Json) -> bool:
-    """Whether parameters in text can be held to a schema: strings are any, or of a list."""
+    """Whether parameters in text can obey a schema: strings are free, or of a list."""
     properties = schema.get("properties", {})
     if schema.get("additionalProperties", True) is not False or "$ref" in json.dumps(schema):
         return False
     return all(
-        isinstance(each, dict)
-        and ("string" not in types_of(each) or each.keys() <= FREE or _words(each) is not None)
-        and types_of(each) != set()
+        isinstance(value, dict)
+        and ("string" not in types_of(value) or value.keys() <= FREE or _words(value) is not None)
+        and types_of(value) != set()
         and re.fullmatch(r"[^<>=\"\s]+", name) is not None
-        for name, each in properties.items()
+        for name, value in properties.items()
     )
 
 
 def _words(schema: Json) -> list[str] | None:
-    """The strings that a value must be one of; None where it may be any."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(listed, list) and listed and all(isinstance(each, str) for each in listed):
-        return listed
+    """The strings that a value must be one of; None if it may be any."""
+    words = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
+        return words
     return None
 
 
 class _Rules:
-    """Writes rules; `lines` has those that others refer to."""
+    """Writes rules; `lines` has the rules that others refer to."""
 
     def __init__(self, tokenizer: TokenizerWrapper, where: str) -> None:
         self._where, self.lines = where, list[str]()
         added = tokenizer.added_tokens_decoder.items()
         self._tokens = {token.content: id for id, token in added if token.content.strip()}
         self._special = {token.content for _, token in added if token.special}
-        self._cut = re.compile(f"({any_of(self._tokens)})")
+        self._token_pattern = re.compile(f"({any_of(self._tokens)})")
 
     def section(self, layout: Layout, functions: Sequence[Function], single: bool) -> str:
-        """A section of calls. Neighbouring texts are one string: llguidance reads the longest, so
-        none may begin another."""
+        """The rule of a section of calls. Neighbouring texts are one string: llguidance matches the
+        longest, so none may begin another."""
         bodies = []
         for function in functions:
             name = json.dumps(json.dumps(function["name"], ensure_ascii=False)[1:-1])
@@ -131,42 +131,42 @@ class _Rules:
         return f"{begin} {call} {more} {self._text(layout.ends.rstrip())}"
 
     def _parameters(self, layout: Layout, schema: Json) -> str:
-        """What follows the name of a call with parameters, which come in the order of the schema:
-        `rest` behind a parameter, `first` before all."""
+        """The rule after the name of a call with parameters, which come in the order of the schema:
+        `rest` after a parameter, `first` before all."""
         rest = first = '""'
-        for name, own in reversed(schema.get("properties", {}).items()):
-            key, value = layout.key + name, self._value(layout, own)
+        for name, value_schema in reversed(schema.get("properties", {}).items()):
+            key, value = layout.key + name, self._value(layout, value_schema)
             alone = f"{self._text(key, value[0])} {value[1]} {rest}"
-            behind = f"{self._text(layout.separator + key, value[0])} {value[1]} {rest}"
+            after = f"{self._text(layout.separator + key, value[0])} {value[1]} {rest}"
             if name not in schema.get("required", ()):
-                alone, behind = f"{alone} | {first}", f"{behind} | {rest}"
-            first, rest = self._rule(alone), self._rule(behind)
+                alone, after = f"{alone} | {first}", f"{after} | {rest}"
+            first, rest = self._rule(alone), self._rule(after)
         if first == '""':
             return self._text(layout.empty)
         return f"{self._text(layout.after)} {first} {self._text(layout.closes)}"
 
     def _value(self, layout: Layout, schema: Json) -> tuple[str, str]:
-        """The text before a value, and the rule of the value by its schema with what closes it."""
+        """The text before a value, and the rule of the value by its schema and its closing text."""
         types, words = types_of(schema), _words(schema)
-        text = next(way for way in layout.values if way.string is not False)
-        others = [way for way in layout.values if way.string is not True]
-        named = [way for way in others if any(f'"{each}"' in way.opens for each in types)]
-        other = (named or others)[0]
+        text = next(value for value in layout.values if value.string is not False)
+        others = [value for value in layout.values if value.string is not True]
+        typed = [value for value in others if any(f'"{name}"' in value.opens for name in types)]
+        other = (typed or others)[0]
         if layout.style == "words" and text.opens[-1:] in ("'", '"'):
-            words = None  # strings of JSON are read between double quotes
+            words = None  # strings of JSON are parsed between double quotes
         elif "string" in types and words is None:
             return text.opens, self._rule(self._free_text(text.closes))
         if words:
-            listed = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
-            return text.opens, self._rule(f"({listed}) {self._text(text.closes)}")
-        value = json_rule(schema, self._where)
+            choices = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
+            return text.opens, self._rule(f"({choices}) {self._text(text.closes)}")
+        rule = json_rule(schema, self._where)
         if types == {"boolean"} and schema.keys() <= FREE:
-            value = f'("{layout.true}" | "{"False" if layout.true == "True" else "false"}")'
-        return other.opens, self._rule(f"{value} {self._text(other.closes)}")
+            rule = f'("{layout.true}" | "{"False" if layout.true == "True" else "false"}")'
+        return other.opens, self._rule(f"{rule} {self._text(other.closes)}")
 
     def _free_text(self, closes: str) -> str:
-        """Any text up to what closes it, which cannot be in it."""
-        before, *rest = self._cut.split(closes, maxsplit=1)
+        """The rule of any text up to its closing text, which cannot be in it."""
+        before, *rest = self._token_pattern.split(closes, maxsplit=1)
         if rest and rest[0] in self._special:
             text = self._rule(f"/(.|\\n)*{regex_of(before)}/")
             return f"{text} {self._text(''.join(rest))}"
@@ -174,24 +174,22 @@ class _Rules:
         return f"text{len(self.lines) - 1}"
 
     def _rule(self, body: str) -> str:
-        """The name of a new rule."""
+        """Add a rule; returns its name."""
         self.lines.append(f"part{len(self.lines)}: {body}")
         return f"part{len(self.lines) - 1}"
 
     def _text(self, text: str, exact: str = "") -> str:
-        """A text of the format, its tokens as tokens: with any number where one counts and any id
-        where one stands, unless there is more of it, `exact`."""
-        made = []
-        for part in filter(None, self._cut.split(text + exact)):
+        """The rule of a text of the format, its tokens as tokens. A number may be any number and
+        an id any id, unless the text goes on with `exact`."""
+        terms = []
+        for part in filter(None, self._token_pattern.split(text + exact)):
             if part in self._tokens:
-                made.append(f"<[{self._tokens[part]}]>")
+                terms.append(f"<[{self._tokens[part]}]>")
                 continue
             for piece in [part] if exact else re.split(rf"({CALL_ID}\d|\d+)", part):
-                counts = (
-                    "/[0-9]{1,9}/" if piece.isdigit() else json.dumps(piece, ensure_ascii=False)
-                )
-                made.append("/[a-zA-Z0-9]{9}/" if piece.startswith(CALL_ID) else counts)
-        return " ".join(each for each in made if each != '""')
+                term = "/[0-9]{1,9}/" if piece.isdigit() else json.dumps(piece, ensure_ascii=False)
+                terms.append("/[a-zA-Z0-9]{9}/" if piece.startswith(CALL_ID) else term)
+        return " ".join(term for term in terms if term != '""')
 
 
 def regex_of(text: str) -> str:

@@ -1,7 +1,7 @@
 """Grammars for answers: the mask of the next token, computed by llguidance on the host.
 
-What cannot be enforced is refused by name before anything runs. A grammar begins where the
-reasoning ends, and an answer that reasons must end its reasoning before it ends.
+What cannot be enforced is rejected by name before anything runs. A grammar begins after the
+reasoning, and an answer must end its reasoning before it ends.
 """
 
 import json
@@ -22,17 +22,17 @@ from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_hea
 from mlxspec.text.messages import RejectedRequest, Tools, rejected
 from mlxspec.text.structured.call_rules import arguments_rule, call_rules, is_strict, regex_of
 from mlxspec.text.structured.json_schema import first_line
-from mlxspec.text.structured.trial import Trial, compiled, warm_error
+from mlxspec.text.structured.trial import Trial, new_matcher, warm_error
 
 MAX_COMPILED = 32  # grammars in the cache
-LEAST_SIZE = 1 << 23  # bytes that one counts at least
-MAX_CACHED = MAX_COMPILED * LEAST_SIZE  # what these took to compile
+LEAST_SIZE = 1 << 23  # bytes, the least that one counts as
+MAX_CACHED = MAX_COMPILED * LEAST_SIZE  # bytes that compiling them took
 MAX_COMPILING = 4  # grammars at once
 MAX_BYTES = 1 << 19  # of a grammar
 MAX_BLANKS = 4  # characters of white space between reasoning and answer
-MAX_DIGITS = 32  # in a row where no letter may come: a number that is longer would never end
+MAX_DIGITS = 32  # in a row where no letter is allowed: a longer number would never end
 MAX_RESTARTS = 2  # of one answer
-SLOW_S = 0.05  # on a CPU; a mask takes a hundredth of that
+SLOW_S = 0.05  # CPU time of a mask; a usual one takes a hundredth
 MAX_SLOW = 8  # slow masks of one answer
 RESTART_S = 0.05  # a grammar that takes longer to compile is never compiled while an answer runs
 Make = Callable[[], Any]  # of matchers
@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Grammars:
-    """Compiles grammars for one tokenizer, each on a thread that holds up only other grammars, and
-    after a trial. Used by one thread; the matchers that it makes may run on another. `vocab` is the
-    width of the logits. Raises RejectedRequest for the field `where`."""
+    """Compiles grammars for one tokenizer, after a trial, on threads that delay only other
+    grammars. Used by one thread; the matchers may run on another. `vocab` is the width of the
+    logits. Raises RejectedRequest for the field `where`."""
 
     tokenizer: TokenizerWrapper
     vocab: int
@@ -56,12 +56,12 @@ class Grammars:
     )
     _lock: Lock = field(default_factory=Lock)  # of the cache
     _building: Lock = field(default_factory=Lock)  # of the vocabulary
-    _behind: str = "BLANKS?"  # the rule for what follows the reasoning
+    _separator: str = "BLANKS?"  # the rule for the text between reasoning and answer
 
-    def __post_init__(self) -> None:  # on this thread: encoding changes the tokenizer meanwhile
+    def __post_init__(self) -> None:  # on this thread: encoding changes the tokenizer
         if has_headers(self.tokenizer):
             ids = self.tokenizer.encode(NEXT_MESSAGE, add_special_tokens=False)
-            self._behind = _tokens(ids)
+            self._separator = _tokens(ids)
 
     def calls(
         self,
@@ -71,29 +71,29 @@ class Grammars:
         where: str,
         loose: bool = False,
     ) -> str:
-        """The Lark rule of calls of these tools, or only of the one called `name`, as the model
-        writes them; the rules that it refers to follow on further lines. Where answers have
-        headers, an answer has one call. `loose`: with any arguments, unless a tool is strict.
+        """The Lark rule of calls of these tools, or only of the tool `name`, as the model writes
+        them. The rules that it refers to follow on further lines. If answers have headers, an
+        answer has one call. `loose`: with any arguments, unless a tool is strict.
 
-        Whatever the rule takes, the output parser reads as that call, with arguments that conform.
-        Only numbers too large for a float are not read."""
+        The output parser parses whatever the rule accepts as that call, with arguments that
+        conform, except numbers too large for a float."""
         functions = [tool["function"] for tool in tools]
-        functions = [each for each in functions if not name or each["name"] == name]
+        functions = [f for f in functions if not name or f["name"] == name]
         if not functions:
             wanted = name or "a call"
             raise rejected(where, f"asks for {wanted}, which is not in tools; send it there")
         if loose:
-            functions = [each if is_strict(each) else {"name": each["name"]} for each in functions]
+            functions = [f if is_strict(f) else {"name": f["name"]} for f in functions]
         if not has_headers(self.tokenizer):
             return call_rules(self.tokenizer, functions, single, where)
-        heads = [self.header_rule(FUNCTION_CALL % each["name"], where) for each in functions]
-        bodies = [arguments_rule(each, where) for each in functions]
-        ways = [head + body for head, body in zip(heads, bodies, strict=True)]
-        return "\n".join(["body", f"body: {' | '.join(ways)}"])
+        heads = [self.header_rule(FUNCTION_CALL % f["name"], where) for f in functions]
+        bodies = [arguments_rule(f, where) for f in functions]
+        calls = [head + body for head, body in zip(heads, bodies, strict=True)]
+        return "\n".join(["body", f"body: {' | '.join(calls)}"])
 
     def header_rule(self, text: str, where: str) -> str:
         """The rule for a message's header `text` in Harmony; "" for a model whose answers have no
-        headers. Raises RejectedRequest where their form is another."""
+        headers. Raises RejectedRequest for headers in another form."""
         if not has_headers(self.tokenizer):
             return ""
         if not is_harmony(self.tokenizer):
@@ -101,11 +101,11 @@ class Grammars:
         return _tokens(self.tokenizer.encode(text, add_special_tokens=False))
 
     def rules(self, parts: Iterable[str]) -> str:
-        """A whole Lark grammar: the alternative of several rules, each followed by the rules that
-        it refers to."""
-        lines = [f"way{i}: {part}" for i, part in enumerate(parts)]
-        ways = " | ".join(f"way{i}" for i in range(len(lines)))
-        return "\n".join([f"start: {ways}", *lines])
+        """A whole Lark grammar: a choice of several rules, each followed by the rules that it
+        refers to."""
+        lines = [f"choice{i}: {part}" for i, part in enumerate(parts)]
+        choices = " | ".join(f"choice{i}" for i in range(len(lines)))
+        return "\n".join([f"start: {choices}", *lines])
 
     def compile(
         self,
@@ -114,51 +114,51 @@ class Grammars:
         where: str,
         instead: str = "",
     ) -> Future[Make]:
-        """What makes a matcher for each answer, once it is compiled; of the grammar `instead` where
-        `lark` cannot be had. `thinking`: the prompt has opened the reasoning; None: the answer may
-        open it."""
+        """A future for the function that makes a matcher for each answer, by the grammar `instead`
+        if `lark` is not accepted. `thinking`: the prompt has opened the reasoning; None: the answer
+        may open it."""
         if len(lark) > MAX_BYTES and instead:
             lark, instead = instead, ""
         if len(lark) > MAX_BYTES:
             raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
-        known = self._known(lark, thinking)
-        if not known:
+        make = self._cached(lark, thinking)
+        if not make:
             return self._threads.submit(self._compile, lark, thinking, where, instead)
         done: Future[Make] = Future()
-        done.set_result(known)
+        done.set_result(make)
         return done
 
-    def _known(self, lark: str, thinking: bool | None) -> Make | None:
-        """What makes matchers by a grammar in the cache, unless that has failed: copies share a
-        lexer, and so an error."""
+    def _cached(self, lark: str, thinking: bool | None) -> Make | None:
+        """The function that makes matchers of a cached grammar, unless that has failed: copies
+        share a lexer, and so an error."""
         with self._lock:  # no other thread may copy a matcher that computes
-            known = self._compiled.get((lark, thinking))
-            if known is None or warm_error(known.matcher):
+            grammar = self._compiled.get((lark, thinking))
+            if grammar is None or warm_error(grammar.matcher):
                 return None
             self._compiled.move_to_end((lark, thinking))
-            # The one in the cache may compute here while the engine makes more.
-            return replace(known, matcher=known.matcher.deep_copy()).make
+            # The cached one may compute here while the engine copies this one.
+            return replace(grammar, matcher=grammar.matcher.deep_copy()).make
 
     def _compile(self, lark: str, thinking: bool | None, where: str, instead: str) -> Make:
-        if known := self._known(lark, thinking):  # another request has asked for it
-            return known
+        if make := self._cached(lark, thinking):  # another request compiled it
+            return make
         with self._building:
             self._vocabulary = self._vocabulary or self._read_vocabulary(where)
         try:
-            made = self._vocabulary.compiled(lark, thinking, where)
+            grammar = self._vocabulary.compile(lark, thinking, where)
         except RejectedRequest:
             if not instead:
                 raise
-            made = self._vocabulary.compiled(instead, thinking, where)
+            grammar = self._vocabulary.compile(instead, thinking, where)
         with self._lock:
-            self._compiled[lark, thinking] = made
-            while sum(each.size for each in self._compiled.values()) > MAX_CACHED:
+            self._compiled[lark, thinking] = grammar
+            while sum(other.size for other in self._compiled.values()) > MAX_CACHED:
                 self._compiled.popitem(last=False)
-        return self._known(lark, thinking) or made.make
+        return self._cached(lark, thinking) or grammar.make
 
     def _read_vocabulary(self, where: str) -> "Vocabulary":
         try:
-            return Vocabulary(self.tokenizer, self.vocab, self._behind)
+            return Vocabulary(self.tokenizer, self.vocab, self._separator)
         except BaseException as error:  # a panic of Rust code is no Exception
             why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
             raise rejected(where, f"{why}; leave it out") from error
@@ -166,25 +166,25 @@ class Grammars:
 
 class Vocabulary:
     """A tokenizer as matchers see it. Sets of tokens are ints, with bit t for token t. Raises
-    whatever llguidance does where it cannot read the tokenizer.
+    whatever llguidance does if it cannot read the tokenizer.
 
-    `digits` has the length of each token of digits alone. `letter` is a token that may come
-    wherever any text may.
+    `digits` has the length of each token that is only digits. `letter` is a token that is allowed
+    wherever any text is.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, vocab: int, behind: str) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, vocab: int, separator: str) -> None:
         ends = [token for token in tokenizer.eos_token_ids if token < min(vocab, len(tokenizer))]
         if not ends:
             raise ValueError("no token ends an answer")
-        self._tokenizer, self._eos, self._behind = tokenizer, sorted(ends), behind
-        read = copy(tokenizer._tokenizer.backend_tokenizer)
-        read.no_padding()
-        read.no_truncation()
-        text = read.to_str()  # with the added tokens, unlike tokenizer.json
+        self._tokenizer, self._eos, self._separator = tokenizer, sorted(ends), separator
+        backend = copy(tokenizer._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        text = backend.to_str()  # with the added tokens, unlike tokenizer.json
         self.inner = LLTokenizer(text, eos_token=self._eos)
         self._trial = Trial(text, self._eos)
         self.size = -(-vocab // 8)  # of a mask, in bytes
-        self.every = (1 << min(self.inner.vocab_size, vocab)) - 1
+        self.all_tokens = (1 << min(self.inner.vocab_size, vocab)) - 1
         self.ends = _bits(ends)
         self.digits = {}
         for piece, token in tokenizer.get_vocab().items():
@@ -194,7 +194,7 @@ class Vocabulary:
         self.letter = self.inner.greedy_tokenize("a")[0]
 
     def reasoning(self, thinking: bool | None) -> str:
-        """The Lark grammar of an answer by the grammar `answer`, and of the reasoning before it.
+        """The Lark grammar of an answer in the grammar `answer`, after its reasoning.
         The last token of the reasoning's end marker ends the reasoning."""
         form = format_of(self._tokenizer)
         if thinking is False or not form.think_start:
@@ -207,25 +207,25 @@ class Vocabulary:
         else:  # any text may have that token
             blanks += f"\nthought[lazy]: /(.|\\n)*{regex_of(form.think_end)}/"
         if thinking is None:
-            think = f"({_tokens(form.think_start_tokens)} thought {self._behind})?"
+            think = f"({_tokens(form.think_start_tokens)} thought {self._separator})?"
         else:
-            think = f"thought {self._behind}"
+            think = f"thought {self._separator}"
         return f"start: {think} @answer\n{blanks}"
 
-    def compiled(self, lark: str, thinking: bool | None, where: str) -> "CompiledGrammar":
-        """A grammar of this field, tried out first. Raises RejectedRequest."""
+    def compile(self, lark: str, thinking: bool | None, where: str) -> "CompiledGrammar":
+        """Compile a grammar, after a trial. Raises RejectedRequest for the field `where`."""
         seconds, size = 0.0, LEAST_SIZE
         for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
             whole = self._whole(lark, before)
-            taken, used, problem = self._trial.run(whole)
+            cpu, memory, problem = self._trial.run(whole)
             if problem:
                 raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
-            seconds, size = seconds + taken, max(size, used)
-        again = partial(compiled, self.inner, whole)
-        return CompiledGrammar(again(), again, self, seconds < RESTART_S, size)
+            seconds, size = seconds + cpu, max(size, memory)
+        recompile = partial(new_matcher, self.inner, whole)
+        return CompiledGrammar(recompile(), recompile, self, seconds < RESTART_S, size)
 
     def _whole(self, lark: str, thinking: bool | None) -> str:
-        """A grammar with the reasoning before it, as llguidance takes it."""
+        """A grammar with the reasoning before it, in llguidance's format."""
         parts = [
             {"lark_grammar": self.reasoning(thinking)},
             {"name": "answer", "lark_grammar": lark},
@@ -235,11 +235,11 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar, from whose `matcher` those of answers are copied. `again` compiles it once more,
-    while answers run only where that is `quick`: it holds up all of them."""
+    """A grammar; the matchers of answers are copies of `matcher`. `recompile` compiles it again,
+    while answers run only if that is `quick`: it delays all of them."""
 
     matcher: LLMatcher
-    again: Callable[[], LLMatcher]
+    recompile: Callable[[], LLMatcher]
     vocabulary: Vocabulary
     quick: bool
     size: int  # bytes
@@ -251,15 +251,15 @@ class CompiledGrammar:
 
 @dataclass(slots=True)
 class GrammarMatcher:
-    """The matcher of one answer. Where its grammar is not quick, a draft, after which it may have
-    to be compiled again, is never tried."""
+    """The matcher of one answer. Drafts are never tried if its grammar is not quick, because they
+    may make it necessary to compile it again."""
 
     _grammar: CompiledGrammar
     _inner: LLMatcher
     _consumed: list[int] = field(default_factory=list)
     _restarts: int = 0
     _slow: int = 0
-    _drafts: bool = field(init=False)  # until one fails or is slow: plain decoding may never
+    _drafts: bool = field(init=False)  # until one fails or is slow; plain decoding may be fine
 
     def __post_init__(self) -> None:
         self._drafts = self._grammar.quick
@@ -267,56 +267,56 @@ class GrammarMatcher:
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """The masks of the next token and of those after each drafted token that is allowed:
         `len(masks) - 1` are. Bit i % 8 of byte i // 8 allows token i."""
-        known, began = self._grammar.vocabulary, time.thread_time()
-        rows = [self._retried(lambda: self._mask(self._inner, self._consumed))]
-        if time.thread_time() - began > SLOW_S:
+        vocabulary, start = self._grammar.vocabulary, time.thread_time()
+        rows = [self._retry(lambda: self._mask(self._inner, self._consumed))]
+        if time.thread_time() - start > SLOW_S:
             self._slow += 1
         if self._slow >= MAX_SLOW:  # it would hold up the other answers
             raise RuntimeError("masks take long: too many ways to read the text; send fewer")
         # Not rolled back: llguidance's rollback loses what special tokens have changed.
         draft = draft if self._drafts else ()
-        ahead, read = self._inner, self._consumed
+        ahead, tokens = self._inner, self._consumed
         if draft:
-            ahead, read = ahead.deep_copy(), read.copy()
+            ahead, tokens = ahead.deep_copy(), tokens.copy()
         try:
             for token in draft:
-                if not rows[-1] & ~known.ends & 1 << token:
+                if not rows[-1] & ~vocabulary.ends & 1 << token:
                     break
                 _consume(ahead, token)
-                read.append(token)
-                rows.append(self._mask(ahead, read))
-                if time.thread_time() - began > SLOW_S:
+                tokens.append(token)
+                rows.append(self._mask(ahead, tokens))
+                if time.thread_time() - start > SLOW_S:
                     self._drafts = False
                     break
         except RuntimeError:
             self._drafts = False
-        return [row.to_bytes(known.size, "little") for row in rows]
+        return [row.to_bytes(vocabulary.size, "little") for row in rows]
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance over sampled tokens."""
         for token in tokens:
             if not self._grammar.vocabulary.ends >> token & 1:
-                self._retried(partial(self._advance, token))
+                self._retry(partial(self._advance, token))
                 self._consumed.append(token)
 
     def restricts(self, ahead: int) -> bool:
-        """Whether the next token, or one of the `ahead` tokens after it, may not be any: masks
-        tell."""
+        """Whether the next token, or one of the `ahead` tokens after it, is restricted: masks
+        say."""
         return True
 
     def forced(self, most: int) -> list[int]:
-        """Up to `most` tokens of the only text that can follow; another spelling may be allowed."""
+        """Up to `most` tokens of the only text that can follow; it may have other spellings."""
         if not self._drafts:
             return []
         try:
-            found = self._inner.compute_ff_tokens()[:most]
-            return found and found[: len(self.masks(found)) - 1]
-        except Exception:  # only a guess; the next mask says what is wrong
+            tokens = self._inner.compute_ff_tokens()[:most]
+            return tokens and tokens[: len(self.masks(tokens)) - 1]
+        except Exception:  # only a guess; the next mask raises the error
             return []
 
-    def _retried(self, act: Callable[[], T]) -> T:
-        """The result of `act`, after an error with a grammar that is compiled again: copies share a
-        lexer, and another answer or a draft may have exceeded its limits."""
+    def _retry(self, act: Callable[[], T]) -> T:
+        """The result of `act`. After an error, compiles the grammar again: copies share a lexer,
+        and another answer or a draft may have exceeded its limits."""
         try:
             return act()
         except RuntimeError as error:
@@ -325,7 +325,7 @@ class GrammarMatcher:
         if not self._grammar.quick:
             raise RuntimeError("it is too large to begin again; send a smaller one")
         self._restarts += 1
-        self._inner = self._grammar.again()
+        self._inner = self._grammar.recompile()
         for token in self._consumed:
             _consume(self._inner, token)
         return act()
@@ -333,21 +333,21 @@ class GrammarMatcher:
     def _advance(self, token: int) -> None:
         _consume(self._inner, token)
 
-    def _mask(self, matcher: LLMatcher, read: Sequence[int]) -> int:
-        known = self._grammar.vocabulary
+    def _mask(self, matcher: LLMatcher, tokens: Sequence[int]) -> int:
+        vocabulary = self._grammar.vocabulary
         raw = matcher.compute_bitmask()
         if matcher.is_error():
             raise _failure(matcher)
-        mask = int.from_bytes(raw, "little") & known.every
-        if mask >> known.letter & 1:
+        mask = int.from_bytes(raw, "little") & vocabulary.all_tokens
+        if mask >> vocabulary.letter & 1:
             return mask
         digits = 0
-        for token in reversed(read):
-            if token not in known.digits or digits >= MAX_DIGITS:
+        for token in reversed(tokens):
+            if token not in vocabulary.digits or digits >= MAX_DIGITS:
                 break
-            digits += known.digits[token]
-        ended = mask & ~known.numeral
-        return ended if digits >= MAX_DIGITS and ended else mask
+            digits += vocabulary.digits[token]
+        numberless = mask & ~vocabulary.numeral
+        return numberless if digits >= MAX_DIGITS and numberless else mask
 
 
 def _consume(matcher: LLMatcher, token: int) -> None:
@@ -364,5 +364,5 @@ def _bits(tokens: Iterable[int]) -> int:
 
 
 def _tokens(ids: Iterable[int]) -> str:
-    """Token ids in a rule."""
+    """Token ids as a rule."""
     return "".join(f"<[{token}]> " for token in ids)

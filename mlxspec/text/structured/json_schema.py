@@ -1,7 +1,7 @@
 """JSON schemas and clients' own Lark grammars, checked before llguidance compiles them.
 
-llguidance refuses by name most of what it cannot enforce. This module refuses what llguidance would
-let pass or read inexactly, and drops what constrains nothing.
+llguidance rejects by name most of what it cannot enforce. This module rejects what llguidance would
+accept or read inexactly, and drops what constrains nothing.
 """
 
 import json
@@ -33,13 +33,13 @@ STYLE = {
 }
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # what no automaton can
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
 
 
 def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
-    """The Lark rule of the JSON that conforms to a schema; `lenient`: but for keywords that cannot
-    be enforced. Raises RejectedRequest, naming the field `where`."""
+    """The Lark rule of the JSON that conforms to a schema; `lenient`: except for keywords that
+    cannot be enforced. Raises RejectedRequest, naming the field `where`."""
     checked = checked_schema(schema, where)
     for node in _walk(checked) if lenient else ():
         if isinstance(node, dict) and LOOKS_AROUND.search(str(node.get("pattern", ""))):
@@ -48,8 +48,8 @@ def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
 
 
 def checked_schema(schema: Any, where: str) -> Json:
-    """A copy of the schema without what constrains nothing. Raises RejectedRequest for what would
-    not be enforced."""
+    """A copy of the schema without keywords that constrain nothing. Raises RejectedRequest for
+    those that would not be enforced."""
     try:
         copy = json.loads(json.dumps(schema, allow_nan=False))
     except (RecursionError, ValueError) as error:
@@ -77,12 +77,12 @@ def checked_lark(text: str, where: str) -> str:
     if option := OPTION.search(text):
         raise rejected(where, f"has the option {option[1]}, which cannot be honoured; leave it out")
     if "%json" in text:  # not checked, and in another style
-        raise rejected(where, "has %json, which is not taken in a grammar; send a schema instead")
+        raise rejected(where, "has %json, which is not supported here; send a schema instead")
     return text
 
 
 def _drop(node: Json) -> None:
-    """Removes two keywords in a form that constrains nothing, which some libraries write. Only from
+    """Remove two keywords that some libraries write in a form that constrains nothing. Only from
     an object with a type: in others they may be names of properties."""
     if isinstance(node.get("type"), str):
         if node.get("uniqueItems") is False:
@@ -93,17 +93,17 @@ def _drop(node: Json) -> None:
 
 def _walk(value: Any) -> Iterator[Any]:
     """All values inside a JSON value, and itself."""
-    left = [value]
-    while left:
-        yield (value := left.pop())
+    stack = [value]
+    while stack:
+        yield (value := stack.pop())
         if isinstance(value, dict):
-            left += value.values()
+            stack += value.values()
         elif isinstance(value, list):
-            left += value
+            stack += value
 
 
 def _check_numbers(nodes: Nodes, where: str) -> None:
-    """Refuses numbers that llguidance would read inexactly, and what it does not count."""
+    """Reject numbers that llguidance would read inexactly, and bounds that it does not count."""
     multiple = 1
     for node in nodes:
         for key in LOWER + UPPER:
@@ -130,8 +130,8 @@ def _check_numbers(nodes: Nodes, where: str) -> None:
 
 def _bound(key: str, bound: float) -> float:
     """A bound, moved inwards to one that llguidance reads right: beyond exact integers to the last
-    of them, and from an exclusive integer, which llguidance takes where the other bound is less
-    than 1 away, to a number next to it."""
+    of them, and an exclusive integer, which llguidance includes if the other bound is less than 1
+    away, to a number next to it."""
     sign = 1
     if key in LOWER:
         bound = max(bound, -MAX_INT)
@@ -148,7 +148,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _is_inexact(number: float) -> bool:
-    """Whether llguidance could take a number for its neighbour: it reads decimals quickly, not
+    """Whether llguidance could read a number as its neighbour: it parses decimals quickly, not
     exactly."""
     if isinstance(number, int):
         return abs(number) > MAX_INT

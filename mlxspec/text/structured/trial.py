@@ -1,5 +1,5 @@
-"""Compiles a client's grammar in a process of its own first: one that takes too long or too much
-memory, or overruns a stack, ends there and nowhere else.
+"""Compiles a client's grammar in a separate process first, so that one that takes too much time or
+memory, or overflows the stack, ends only that process.
 
 A `Trial` keeps one small process per tokenizer (this module, run by itself), which imports neither
 MLX nor transformers. It forks for each grammar, so its vocabulary is read once.
@@ -22,14 +22,14 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_CPU_S = 3  # of one grammar
-MAX_S = 10  # by the clock: others may run beside it
-MAX_MEMORY = 1 << 29  # bytes, beyond what the process has to begin with
-WATCH_S = 0.02  # between two looks at these
+MAX_S = 10  # by the clock: others may run at the same time
+MAX_MEMORY = 1 << 29  # bytes, in addition to what the process has at first
+WATCH_S = 0.02  # between two checks of these
 STACK = 4 << 20  # bytes; the server's threads have twice as much (server/process.py)
-IDLE_S = 120.0  # without a grammar, until the process ends: it keeps the vocabulary in memory
-NICE = 5  # answers go first
+IDLE_S = 120.0  # without a grammar, until the process exits and frees its vocabulary
+NICE = 5  # answers have priority
 COMMAND = (sys.executable, "-P", "-m", "mlxspec.text.structured.trial")
-# llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 30 ms a mask.
+# llguidance's own bounds: about 20 ms of work on regular expressions at first, 30 ms a mask.
 LIMITS = LLParserLimits(
     verbose_errors=False,
     max_items_in_row=20_000,
@@ -38,21 +38,21 @@ LIMITS = LLParserLimits(
 )
 
 
-def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """The matcher of a grammar, which may have failed."""
+def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """The matcher of a grammar; it may be in an error state."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
 
 
 def warm_error(matcher: LLMatcher) -> str:
-    """The error of a matcher, "" if there is none. The first mask warms the lexer, and finds what
-    can never be met."""
+    """The error of a matcher, "" if there is none. The first mask warms the lexer, and detects a
+    grammar that nothing satisfies."""
     matcher.compute_bitmask()
     return str(matcher.get_error())
 
 
 class Trial:
     """Tries grammars for one tokenizer, `vocabulary` in the JSON of Hugging Face's tokenizers with
-    the end tokens `eos`. For several threads at once."""
+    the end tokens `eos`. Thread-safe."""
 
     def __init__(self, vocabulary: str, eos: list[int]) -> None:
         self._tokenizer = json.dumps([vocabulary, eos]).encode()
@@ -62,26 +62,26 @@ class Trial:
 
     def run(self, grammar: str) -> tuple[float, int, str]:
         """The CPU seconds and the bytes that a grammar takes to compile, and why it cannot be used,
-        "" if it can. Raises RuntimeError where no process can be had."""
+        "" if it can. Raises RuntimeError if the process cannot be started."""
         ours, theirs = socket.socketpair()
         ours.settimeout(2 * MAX_S)
-        said = b""
+        answer = b""
         with ours:
             with theirs, self._lock:
                 self._hand_over(theirs)
             with suppress(OSError):  # the fork has ended
                 ours.sendall(grammar.encode())
                 ours.shutdown(socket.SHUT_WR)
-                said = _read(ours)
-        if not said:
+                answer = _read(ours)
+        if not answer:
             limits = f"{MAX_CPU_S} s or {MAX_MEMORY >> 20} MiB"
             return MAX_CPU_S, 0, f"compiling it takes more than {limits}, or too deep a stack"
-        seconds, size, why = json.loads(said)
+        seconds, size, why = json.loads(answer)
         return seconds, size, why
 
     def _hand_over(self, theirs: socket.socket) -> None:
-        """Give one end of a pair to the process, which is started where there is none, or it has
-        ended for want of work. macOS may lose a descriptor that is closed before it arrives."""
+        """Send one end of a pair to the process, after starting it if there is none or it has
+        exited idle. macOS may lose a descriptor that is closed before it arrives."""
         for _ in range(2):
             with suppress(OSError):
                 if self._control:
@@ -111,7 +111,7 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Read a tokenizer from standard input, a socket, then fork for each socket that comes."""
+    """Read a tokenizer from standard input, a socket, then fork for each socket received."""
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the server's terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks need no waiting for
@@ -130,37 +130,36 @@ def main() -> None:
 
 
 def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
-    """Compile the grammar that a socket sends, answer, and exit; without an answer beyond the
-    limits."""
+    """Compile the grammar that a socket sends, answer, and exit; no answer beyond the limits."""
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     signal.alarm(MAX_S)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic is no line of the server's log
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keeps panics out of the server's log
     grammar, memory = _read(client).decode(), _peak()
-    said: list[Any] = []
+    results: list[Any] = []
 
     def work() -> None:
-        matcher = compiled(tokenizer, grammar)
+        matcher = new_matcher(tokenizer, grammar)
         why = warm_error(matcher)
-        said.append([time.process_time(), _peak() - memory, why])  # of this fork alone
+        results.append([time.process_time(), _peak() - memory, why])  # of this fork alone
 
     threading.stack_size(STACK)
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     while worker.is_alive() and _peak() - memory < MAX_MEMORY:
         worker.join(WATCH_S)
-    if said:
-        client.sendall(json.dumps(said[0]).encode())
+    if results:
+        client.sendall(json.dumps(results[0]).encode())
     os._exit(0)
 
 
 def _peak() -> int:
-    """The most memory that this process has had, in bytes."""
+    """The peak memory of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _read(sock: socket.socket) -> bytes:
-    """All that comes until the other side ends."""
+    """Everything until the other side closes."""
     return b"".join(iter(lambda: sock.recv(1 << 16), b""))
 
 

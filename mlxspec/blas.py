@@ -31,6 +31,14 @@ PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that MLX uses of
 # GPU, which hold the arrays they read. A pool still held when the next step writes it is copied, so
 # these must be fewer launches than a step has (tests/metalsim/host.py).
 BUFFER_LAUNCHES = "16"
+# TF32 is used for several rows in fp32 on an M5, and for one row not: a row would depend on their
+# number, and no layout would reproduce mlx-lm's logits. The packed gated delta kernel sums in
+# another order than the one that replays drafts.
+METAL = {
+    "MLX_MAX_OPS_PER_BUFFER": BUFFER_LAUNCHES,
+    "MLX_ENABLE_TF32": "0",
+    "MLX_GDN_PACKED": "0",
+}
 OPEN_FILES = 2048  # soft limit of open files, where the hard limit allows it
 
 
@@ -116,7 +124,8 @@ def _file_of(package: str, pattern: str) -> Path:
 
 def _prepare_metal() -> None:
     """Settings that MLX reads when it opens the device."""
-    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", BUFFER_LAUNCHES)
+    for name, value in METAL.items():
+        os.environ.setdefault(name, value)
     names = "kern.osproductversion", "machdep.cpu.brand_string"
     facts = subprocess.check_output(("/usr/sbin/sysctl", "-n", *names), text=True)
     # MLX takes any macOS 26 for 26.2: https://github.com/ml-explore/mlx/issues/4525.

@@ -47,6 +47,7 @@ GAUGES = {
     "step_seconds": "Duration of the last step.",
     "model_loaded": "1: the model is in memory.",
     "kv_blocks": "KV blocks by state.",
+    "exact_rows": "Rows of a step up to which a row's logits depend on no other, to the bit.",
 }
 # Of the process, independent of the models: names in `Stats`.
 PROCESS = {
@@ -123,6 +124,7 @@ class Metrics:
             for name, value in asdict(stats).items():
                 yield name, value, labels
             yield "speculation_parked_seconds", stats.parked_seconds, labels
+            yield "exact_rows", one.info.exact_rows, labels
             yield "model_loads", one.loads, labels
             yield "model_loaded", one.status == "loaded", labels
             for state in ("used", "cached", "free"):

@@ -40,6 +40,11 @@ class SeqState:
     counts: Any = None  # token counts for penalties: the sampler's
     embedding: Any = None  # float32 [D] of the rows so far: the sum, or the last
 
+    def whole_rows(self, chunk: int) -> int:
+        """Tokens of the prompt that are computed in whole chunks of so many rows: all but the last,
+        which a cached prefix leaves to compute, and the one before, which a head may read again."""
+        return max(0, self.prompt_len - 2) // chunk * chunk
+
 
 @dataclass(slots=True, eq=False)
 class Span:

@@ -142,6 +142,8 @@ def check_output(command, text):
 blas.subprocess = type("s", (), {{"check_output": staticmethod(check_output)}})
 import atexit
 atexit.register(lambda: print("a buffer has", os.environ.get("MLX_MAX_OPS_PER_BUFFER")))
+names = "MLX_ENABLE_TF32", "MLX_GDN_PACKED"
+atexit.register(lambda: print("one order", *map(os.environ.get, names)))
 """
 
 
@@ -157,6 +159,11 @@ def test_macos_needs_no_openblas() -> None:
 def test_command_buffers_are_short_before_the_device_exists() -> None:
     assert f"a buffer has {blas.BUFFER_LAUNCHES}\n" in mac("26.2", "Apple M5 Max")
     assert "a buffer has 33\n" in mac("26.2", "Apple M5", MLX_MAX_OPS_PER_BUFFER="33")
+
+
+def test_a_product_has_one_order_for_any_number_of_rows() -> None:
+    assert "one order 0 0\n" in mac("26.2", "Apple M5 Max")
+    assert "one order 1 0\n" in mac("26.2", "Apple M5", MLX_ENABLE_TF32="1")
 
 
 @pytest.mark.parametrize(

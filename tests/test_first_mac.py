@@ -45,10 +45,12 @@ def test_what_needs_a_mac_says_so(tmp_path: Path) -> None:
 def test_a_model_is_compared_with_mlx_lm(tmp_path: Path) -> None:
     model = save_tokenizer(tmp_path / "home/someone/model")
     save(model, "llama")
-    parts = ("--parts", "machine", "memory", "lossless")
+    parts = ("--parts", "machine", "memory", "lossless", "exact", "steps")
     status, report = run(tmp_path, str(model), *parts, home=str(tmp_path / "home/someone"))
     assert status == 0, report
-    assert report.count(": ok (") == 3 and report.count("tokens equal") == 3
+    assert report.count(": ok (") == 5 and report.count("tokens equal") == 3
+    assert "exact up to 17 rows, for " in report and "of 1000 tokens" in report
+    assert report.count("command buffers: {") == 2 and "first token after" in report
     assert "someone" not in report and "~/model" in report
 
 
@@ -67,3 +69,33 @@ def test_tokens_a_round_are_read_from_the_table_of_bench(
     print_table(["workload", *found], [["edits", *(f"{v:.4g}" for v in found.values())]])
     script = runpy.run_path(str(SCRIPT))
     assert script["tokens_per_round"](capsys.readouterr().out) == 2.5
+
+
+def test_what_a_part_has_said_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    late = "print('so far', flush=True); import time; time.sleep(60)"
+    with pytest.raises(script["Failed"], match="longer than 1 s:\nso far"):
+        script["run"](sys.executable, "-c", late, seconds=1)
+    differing = "print('Answers that differ with speculation: a'); raise SystemExit(1)"
+    run_ = script["run"]
+    assert "differ" in run_(sys.executable, "-c", differing, fine=lambda said: "differ" in said)
+    with pytest.raises(script["Failed"], match="ended with 1"):
+        run_(sys.executable, "-c", differing)
+
+
+def test_mlx_lm_has_its_own_command_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "16")
+    shown = "import os; print(os.environ.get('MLX_MAX_OPS_PER_BUFFER'))"
+    script = runpy.run_path(str(SCRIPT))
+    assert script["run"](sys.executable, "-c", shown, without=(script["OPS"],)) == "None"
+
+
+def test_kernels_are_written_without_zig(tmp_path: Path) -> None:
+    """Which is installed on Linux only."""
+    hidden = "import sys, runpy; sys.modules['ziglang'] = None; "
+    hidden += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = str(SCRIPT.parent / "metal")
+    words = [sys.executable, "-c", hidden, script, str(tmp_path)]
+    done = subprocess.run(words, cwd=SCRIPT.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list(tmp_path.glob("*.metal"))) >= 69

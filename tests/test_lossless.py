@@ -67,6 +67,7 @@ MORE_RUNS = [
     run for run in in_turn(MORE, DRAFTERS, every=3) if run.values[2] or run.values[3] == "plain"
 ]
 # Trained heads: over hybrids, and over attention alone.
+HALVES = ("llama-4bit", "rows", False)  # bf16 with 4-bit weights, as on a Mac
 HYBRIDS = [("qwen3_5", "rect"), ("qwen3_next", "rect")]
 ATTENTION = [("qwen3", "rows"), ("llama", "gather")]
 HEAD_RUNS = in_turn(
@@ -202,7 +203,9 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = N
 
 @pytest.mark.parametrize(
     "kind, layout, lone, name, budget, temperature",
-    rotated(RUNS, [1, 7, 64], [0.0, 0.8]) + HEAD_RUNS,
+    rotated(RUNS, [1, 7, 64], [0.0, 0.8])
+    + rotated([(*HALVES, name) for name in DRAFTERS], [1, 7, 64], [0.0, 0.8])
+    + HEAD_RUNS,
 )
 def test_batch(
     kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float

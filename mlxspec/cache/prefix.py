@@ -111,6 +111,7 @@ class KVCacheManager:
     states: StateCache | None
     # A hit leaves one token more to compute, as its blocks also hold a head's K and V.
     recompute_last: bool = False
+    chunk: int = 0  # of prompts, computed whole: see Seq.whole_rows
 
     def __post_init__(self) -> None:
         self.block_size = self.pool.block_size
@@ -124,38 +125,49 @@ class KVCacheManager:
 
     # ---- the prefix cache
 
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest reusable prefix of `tokens` without the last one. The pools do not change; a
-        matching state becomes the most recently used."""
+    def turn(self, seq: Seq) -> int:
+        """The number of the first block of a sequence behind its prompt's whole chunks; -1: there
+        are no chunks."""
+        return seq.kept.whole_rows(self.chunk) // self.block_size if self.chunk else -1
+
+    def match(self, tokens: Sequence[int], turn: int = -1) -> PrefixMatch:
+        """The longest reusable prefix of `tokens` without the last one, for a sequence with this
+        `turn`. The pools do not change; a matching state becomes the most recently used."""
         prompt = tuple(tokens[:-1])
-        match = self._match(prompt, len(prompt))
+        match = self._match(prompt, len(prompt), turn)
         if not self.recompute_last:
             return match
-        while match.hashes and not match.sources:
+        whole = max(0, turn * self.block_size)
+        while match.hashes and not match.sources and match.length > whole:
             # The last token is computed again in a copy: the block itself is shared.
             shared = len(match.hashes) - 1
-            match = self._match(prompt[: match.length], shared)
-        match.length = max(0, match.length - 1)
+            match = self._match(prompt[: match.length], shared, turn)
+        if match.length > whole:
+            match.length -= 1
         return match
 
-    def _match(self, prompt: Tokens, most: int) -> PrefixMatch:
+    def _match(self, prompt: Tokens, most: int, turn: int) -> PrefixMatch:
         """The longest reusable prefix of `prompt` that shares at most `most` blocks."""
         size = self.block_size
-        cached = self.pool.match(prompt)[:most]
+        cached = self.pool.match(prompt, turn)[:most]
         full_length = len(cached) * size
         tails: dict[bytes, list[Tokens]] = {}  # of the states, by the block before them
         for key, tail in self.states.kept if self.states else ():
             tails.setdefault(key, []).append(tail)
         for n in range(len(cached), -1, -1):
             hashes = cached[:n]
+            inside = n < turn  # the whole chunks
+            if inside and n * size % self.chunk:
+                continue
             if not all(w.pool.by_key.keys() >= set(w.seen(hashes)) for w in self.windows):
                 continue
-            parent = self.pool.parent(cached, n)
-            rest = prompt[n * size : (n + 1) * size]
+            before, parent = self.pool.parent(cached, n), self.pool.parent(cached, n, turn)
+            rest = () if inside else prompt[n * size : (n + 1) * size]
             ends = [rest]
             if self.states is not None:
-                ends = [tail for tail in tails.get(parent, ()) if rest[: len(tail)] == tail]
+                ends = [t for t in tails.get(parent, ()) if t and rest[: len(t)] == t]
                 ends.sort(key=len, reverse=True)
+                ends += [t for t in tails.get(before, ()) if not t]
             for tail in ends:
                 partials = [pool.match_partial(parent, tail) for pool in self.pools]
                 copied = min(length for _, length in partials)
@@ -164,7 +176,7 @@ class KVCacheManager:
                 tables = [group.table(hashes) for group in self.groups]
                 match = PrefixMatch(n * size + copied, hashes, tables, full_length=full_length)
                 if self.states is not None:
-                    match.state = self.states.use((parent, tail))
+                    match.state = self.states.use((parent if tail else before, tail))
                 if copied:
                     match.sources = [block for block, _ in partials]
                 return match
@@ -174,12 +186,13 @@ class KVCacheManager:
         """Index the full blocks of the sequence's first `upto` tokens and extend
         `seq.block_hashes`."""
         size, hashes = self.block_size, seq.block_hashes
-        done = len(hashes)
-        chain = self.pool.chain(seq.tokens[done * size : upto], self.pool.parent(hashes, done))
+        done, turn = len(hashes), self.turn(seq)
+        before = self.pool.parent(hashes, done)
+        chain = self.pool.chain(seq.tokens[done * size : upto], before, turn - done)
         for n, key in enumerate(chain, done):
             content = tuple(seq.tokens[n * size : (n + 1) * size])
             for pool, table in self._tables(seq):
-                pool.cache(table[n], self.pool.parent(hashes, n), content, key=key)
+                pool.cache(table[n], self.pool.parent(hashes, n, turn), content, key=key)
             hashes.append(key)
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
@@ -205,7 +218,7 @@ class KVCacheManager:
         """Remove what the sequence has added to the prefix cache, and return the hashes of those
         blocks. The prefix that it matched stays."""
         first = min(seq.reported_cached // self.block_size, seq.shared)
-        before = self.pool.parent(seq.block_hashes, first)
+        before = self.pool.parent(seq.block_hashes, first, self.turn(seq))
         gone = seq.block_hashes[first:]
         for pool, table in self._tables(seq):
             cached = {pool.by_key[key] for key in gone if key in pool.by_key}
@@ -222,7 +235,8 @@ class KVCacheManager:
         """The hash of the last full block before `upto`, and the tokens after it."""
         n = upto // self.block_size
         tail = seq.tokens[n * self.block_size : upto]
-        return self.pool.parent(seq.block_hashes, n), tuple(tail)
+        turn = self.turn(seq) if tail else -1  # up to a turn it is the same state
+        return self.pool.parent(seq.block_hashes, n, turn), tuple(tail)
 
     def evict_cached(self) -> None:
         """Evict everything that no sequence uses."""
@@ -289,7 +303,10 @@ class KVCacheManager:
                 table[i] = NULL_BLOCK
 
     def limit_rows(self, seq: Seq, rows: int) -> int:
-        """At most `rows` next rows, fewer if a recurrent state is to be kept in between."""
+        """At most `rows` next rows, fewer if a recurrent state is to be kept in between; a whole
+        chunk where the sequence has one to compute."""
+        if self.chunk and rows and seq.computed < seq.kept.whole_rows(self.chunk):
+            return self.chunk
         if self.states is None:
             return rows
         block = seq.computed // self.block_size

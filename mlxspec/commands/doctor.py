@@ -127,8 +127,19 @@ def _models(config: Config) -> Iterator[Check]:
         elif large:
             text += f" do not fit into {format_size(limit)} of memory; give a smaller model"
         yield Check("model", text, broken=large or bool(flaws))
+        if not flaws and (found := _exactness(path, config)):
+            yield Check("exact", f"{name}: {found}")
         if not flaws and any(path.glob("tokenizer*")):  # a head has none
             yield Check("tools", f"{name}: {tools_of(path)}")
+
+
+def _exactness(path: Path, config: Config) -> str:
+    """What an earlier start of a model found; "": nothing."""
+    from mlxspec.load.warmup import WarmupCache, cache_file
+    from mlxspec.model.parallel import ALONE
+
+    known = WarmupCache.load(cache_file(path, config, ALONE))
+    return known.exact.told(config.exact) if known and known.exact else ""
 
 
 def _kernels(config: Config) -> Iterator[Check]:

@@ -102,8 +102,8 @@ def system_level() -> int:
 
 @dataclass(slots=True)
 class MemoryMonitor:
-    """The memory pressure level: the worse of the system's level and that of free
-    memory. Any thread may poll; figures are read once a second.
+    """The memory pressure level: the worse of the system's level and that of free memory, which
+    alone is never CRITICAL on macOS. Any thread may poll; figures are read once a second.
 
     The level rises at once and falls when it was not reached for HOLD_S seconds.
     """
@@ -126,7 +126,9 @@ class MemoryMonitor:
         short = total() // FREE_PART
         found = max(system_level(), self.others())
         if free < short:
-            found = max(found, CRITICAL if free < short // 2 else WARN)
+            # A full and healthy Mac has few free pages, as it compresses: there macOS says so.
+            very = free < short // 2 and not DARWIN
+            found = max(found, CRITICAL if very else WARN)
         before = self.level
         if found >= self.level or now - self._since >= HOLD_S:
             self.level = found

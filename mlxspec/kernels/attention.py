@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 
-from mlxspec.kernels import cpu, reference
+from mlxspec.kernels import cpu, invariant, reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.reference import Attention, Group, PackingPair, block_array
 from mlxspec.kernels.trial import Call, Case, Inputs
@@ -233,6 +233,20 @@ def paged_attention(a: Attention, unproven: bool = False, shape: Shape | None = 
         else:
             out.append(reference.paged_attention(part, cpu.attention))
     return mx.concatenate(out)
+
+
+def right(shape: Shape) -> bool:
+    """Whether the kernel gives the right values for any number of rows, however fast it is."""
+    return all(KERNELS.right(case.name) for case in paged_attention_cases(shape))
+
+
+def invariant_attention(a: Attention, shape: Shape | None, by_kernel: bool) -> Array:
+    """As reference.paged_attention, and no row's bits depend on other rows: by the kernel for all
+    rows, or by products of one shape."""
+    if not shape or not by_kernel:
+        return invariant.attention(a)
+    groups = [part for group in a.groups for part in group.split(ROWS)]
+    return paged_attention(replace(a, groups=groups), unproven=True, shape=shape)
 
 
 @cache

@@ -6,7 +6,7 @@ gathered block is contiguous within its head.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import ceil
 from typing import Any
@@ -72,6 +72,31 @@ class Group:
             end = start + self.max_shift + self.length
             ranges.append((low, table[low // size : ceil(end / size)]))
         return ranges
+
+    def split(self, most: int) -> "list[Group]":
+        """The same rows in groups of at most so many of a sequence."""
+        if self.length <= most:
+            return [self]
+        parts = []
+        for n, start in enumerate(self.starts):
+            for at in range(0, self.length, most):
+                lo = self.lo + n * self.length + at
+                rows = min(most, self.length - at)
+                tables = {window: each[n : n + 1] for window, each in self.tables.items()}
+                shift = None if self.shift is None else self.shift[n : n + 1]
+                parts.append(
+                    replace(
+                        self,
+                        lo=lo,
+                        hi=lo + rows,
+                        length=rows,
+                        starts=[start + at],
+                        tables=tables,
+                        shift=shift,
+                        _selections={},
+                    )
+                )
+        return parts
 
     def positions(self) -> Array:
         """int32 [B]: the position of each sequence's first row."""

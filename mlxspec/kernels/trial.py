@@ -5,6 +5,7 @@ Rule: a variant whose result is wrong anywhere is rejected with the reason, what
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from time import perf_counter
@@ -64,7 +65,8 @@ class Case:
 class Verdict:
     """The result of a case: `variant` runs for `least` to `most` rows ("": MLX's own op runs).
 
-    `gains`: speedup over MLX's own op by rows. `reason`: why variants were rejected.
+    `gains`: speedup over MLX's own op by rows. `reason`: why variants were rejected. `right`: those
+    that give the right values, whatever their speed.
     """
 
     variant: str = ""
@@ -72,6 +74,7 @@ class Verdict:
     most: int = 0
     gains: dict[int, float] = field(default_factory=dict)
     reason: str = ""
+    right: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,21 @@ class Timer:
     until: float
     check: Check
 
-    def run(self, call: Call, sets: list[Inputs]) -> tuple[list[Array], float]:
-        """Call with each of `sets` in one graph: the results, and seconds per call. Raises
-        TimeoutError after `until`, Rejected for calls that hang, and what `check` raises."""
+    def run(
+        self,
+        call: Call,
+        sets: list[Inputs],
+        in_turn: bool = False,
+    ) -> tuple[list[Array], float]:
+        """Call with each of `sets` in one graph: the results, and seconds per call. `in_turn`: each
+        call reads what the one before it has made, as in a step, where launches cannot overlap.
+        Raises TimeoutError after `until`, Rejected for calls that hang, and what `check` raises."""
         self.check()
         began = perf_counter()
-        results = [call(*inputs) for inputs in sets]
+        results: list[Array] = []
+        for first, *others in sets:
+            x = _after(first, results[-1]) if in_turn and results else first
+            results.append(call(x, *others))
         mx.eval(results)
         now = perf_counter()
         if now - began > CALL_LIMIT_S:
@@ -96,18 +108,27 @@ class Timer:
         return results, max(now - began, 1e-9) / max(1, len(sets))
 
 
-def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> Verdict:
-    """Compare and race a case's variants, and choose the fastest of those that win. An exception
-    from a variant, or from MLX's own op, rejects the variant. Calls `check` before each launch; an
-    Interrupted that it raises is passed on."""
+def _after(x: Array, made: Array) -> Array:
+    """x, which can only be read once `made` is there."""
+    return x + (made.flatten()[:1] * 0).astype(x.dtype)
+
+
+def judge(case: Case, seconds: float = math.inf, check: Check = lambda: None) -> Verdict:
+    """Compare and race a case's variants: the fastest of those that win. Whatever a variant raises,
+    or MLX's own op, is why it is not used. Calls `check` before each launch, and raises an
+    Interrupted that it raises, and TimeoutError after `seconds`, which begin when all instances of
+    a variant are compiled."""
     best = Verdict()
     rejected = []
+    right: list[str] = []
     for variant, call in case.variants.items():
         try:
-            timer = Timer(until, check)
+            _compile(case, call, check)
+            timer = Timer(perf_counter() + seconds, check)
             compare(case, call, timer)
+            right.append(variant)
             gains = race(case, call, timer)
-        except Interrupted:
+        except (Interrupted, TimeoutError):
             raise
         except Exception as error:  # a kernel may not compile or launch
             rejected.append(f"{variant}: {line_of(error)}")
@@ -122,7 +143,20 @@ def judge(case: Case, until: float = math.inf, check: Check = lambda: None) -> V
         elif not best.variant or sum(gains.values()) > sum(best.gains.values()):
             best = Verdict(variant, least, most, gains)
     best.reason = "; ".join(rejected)
+    best.right = tuple(right)
     return best
+
+
+def _compile(case: Case, call: Call, check: Check) -> None:
+    """Compile the instances of a variant, which may take longer than a launch ever should."""
+    inputs = case.inputs(0)
+    timer = Timer(math.inf, check)
+    for rows in case.rows:
+        cut = case.cut(inputs, rows)
+        with suppress(Rejected):
+            timer.run(call, [cut])
+            continue
+        timer.run(call, [cut])
 
 
 def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
@@ -196,8 +230,8 @@ def race(case: Case, call: Call, timer: Timer) -> dict[int, float]:
         stock = ours = math.inf
         repeats = MIN_CALLS
         for _ in range(TURNS):
-            _, stock_s = timer.run(case.stock, list(islice(inputs, repeats)))
-            _, ours_s = timer.run(call, list(islice(inputs, repeats)))
+            _, stock_s = timer.run(case.stock, list(islice(inputs, repeats)), in_turn=True)
+            _, ours_s = timer.run(call, list(islice(inputs, repeats)), in_turn=True)
             stock = min(stock, stock_s)
             ours = min(ours, ours_s)
             repeats = min(MAX_CALLS, max(MIN_CALLS, int(RACE_S / max(stock_s, ours_s))))

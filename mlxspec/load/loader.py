@@ -4,6 +4,7 @@ Rule: what is derived here is reported once, in ModelInfo, and never decided aga
 """
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,16 @@ from mlxspec.kernels import verify
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, recall
 from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
+from mlxspec.load.exact import UNPROVEN, Exactness, examine
 from mlxspec.load.measuring import Measuring
 from mlxspec.load.plan import MemoryPlan, Room, make_plan
-from mlxspec.load.warmup import PromptStore, WarmupCache, cache_file, versions
+from mlxspec.load.warmup import (
+    PromptStore,
+    WarmupCache,
+    cache_file,
+    kernels_in_use,
+    versions,
+)
 from mlxspec.model import meter
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import (
@@ -38,6 +46,7 @@ from mlxspec.model.layout import (
 )
 from mlxspec.model.mirror import runner_type
 from mlxspec.model.parallel import ALONE, ProcessGroup
+from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
@@ -66,8 +75,12 @@ def load_engine(
     cache = _find_layout(model, path, config=config, group=group)
     plan = _plan_memory(model, drafting, layout=cache.layout, room=room)
     cases = _recall_kernels(model, drafting, layout=cache.layout, config=config, group=group)
+    exact = _find_exactness(model, cache, config, group)
     facts = _agree_on_pools(plan, cache.layout, config=config, group=group)
+    if exact and exact.used(config.exact):
+        facts |= {"exact": str(exact.invariance)}
     engine, info = _build(model, name, layout=cache.layout, plan=plan, room=room, group=group)
+    info = _keep_exact(engine, info, exact=exact, config=config)
     measuring = Measuring(
         engine=engine,
         cache=cache,
@@ -140,6 +153,47 @@ def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup)
         known.save()
     known.file = file
     return known
+
+
+def _find_exactness(
+    model: Module,
+    cache: WarmupCache,
+    config: Config,
+    group: ProcessGroup,
+) -> Exactness | None:
+    """What an earlier start found with the kernels in use, or is found now, and proven if it is to
+    be used; None where it is not wanted."""
+    if group.group or config.exact == "off":
+        return None
+    known = cache.exact
+    if cache.exact_kernels != kernels_in_use():
+        known = None
+    prove = config.exact == "on" or (known is not None and known.pays)
+    if known is None or (prove and known.rows == UNPROVEN):
+        cost = known.cost if known else None
+        with progress("Checking which rows keep their bits"):
+            found = examine(model, cache.layout, config.block_size, prove)
+        cache.exact, cache.exact_kernels = replace(found, cost=cost), kernels_in_use()
+        cache.save()
+    return cache.exact
+
+
+def _keep_exact(
+    engine: Engine,
+    info: ModelInfo,
+    exact: Exactness | None,
+    config: Config,
+) -> ModelInfo:
+    """Let an engine keep its rows' bits, if that is wanted; what is told of it."""
+    if not exact:
+        return info
+    text = exact.told(config.exact)
+    log.info("%s: %s", info.name, text)
+    if not exact.used(config.exact):
+        return replace(info, exact=text)
+    engine.runner.keep_invariant(exact.invariance)
+    engine.scheduler.kv.chunk = exact.invariance.chunk
+    return replace(info, exact=text, exact_rows=exact.rows)
 
 
 def _plan_memory(

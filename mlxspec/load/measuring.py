@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from mlxspec import log
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.kernels.trial import Case
-from mlxspec.kernels.verify import VerdictFile, untried, verify
+from mlxspec.kernels.verify import KERNELS, VerdictFile, untried, verify
 from mlxspec.load.drafting import Drafting, facts_of
+from mlxspec.load.exact import TIMED, measure_cost
 from mlxspec.load.warmup import PromptStore, WarmupCache, kernels_in_use
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.progress import progress
@@ -87,7 +88,7 @@ class Measuring:
         if self.proposer and self._known and (not head or self.key in cache.drafts):
             self.proposer.start(cache.costs)
         waits = self.proposer and (not self.proposer.costs or self.tries_taps)
-        if waits or untried(self.cases):
+        if waits or untried(self.cases) or self._exact_waits:
             self.engine.idle_work = self.run
 
     def run(self, check: Check) -> None:
@@ -95,20 +96,48 @@ class Measuring:
         if self.proposer:
             self._measure_costs(self.proposer, check)
         if untried(self.cases):
+            used = dict(KERNELS.verdicts)
             with progress("Trying kernels") as report:
                 verify(self.cases, self.verdicts, report, check)
+            if self.engine.runner.invariance:  # others, with other bits, from the next start on
+                KERNELS.verdicts.update(used)
             self.cases = ()  # what there was no time for, the next start tries
         if self.proposer:  # again, if other kernels run now
             self._measure_costs(self.proposer, check)
         if self.proposer and self.head and self.tries_taps:
             self._try_taps(self.proposer, self.head, check)
+        if self._exact_waits:
+            self._measure_exact(check)
         self.cache.save()
+
+    @property
+    def _exact_waits(self) -> bool:
+        """Whether it is to be measured what exact logits cost."""
+        exact = self.cache.exact
+        return exact is not None and exact.rows != 0 and exact.cost is None
+
+    def _measure_exact(self, check: Check) -> None:
+        exact, pool = self.cache.exact, self.engine.scheduler.pool
+        assert exact is not None
+        room = TIMED[-1] + TIMED[1] + 1
+        if len(pool.free_blocks) * pool.block_size <= room:
+            return
+        with pool.lent(room) as table:
+            cost = measure_cost(self.engine.runner, exact.invariance, table, check)
+        self.cache.exact = replace(exact, cost=cost)
+        log.info("%s", self.cache.exact.told("auto"))
+
+    @property
+    def _in_use(self) -> str:
+        """What steps are computed with."""
+        exact = " exact" if self.engine.runner.invariance else ""
+        return kernels_in_use() + exact
 
     @property
     def _known(self) -> bool:
         """Whether it is known what steps cost with the kernels in use."""
         cache = self.cache
-        same = cache.kernels == kernels_in_use()
+        same = cache.kernels == self._in_use
         return same and cache.costs is not None and cache.costs.contexts == self.contexts
 
     def _measure_costs(self, proposer: Proposer, check: Check) -> None:
@@ -119,7 +148,7 @@ class Measuring:
             with pool.lent(self.contexts[1] + MORE) as table:
                 with progress("Measuring steps") as report:
                     cache.costs = self._calibration.run(table, check, report)
-            cache.kernels, cache.drafts, self._calibration = kernels_in_use(), {}, None
+            cache.kernels, cache.drafts, self._calibration = self._in_use, {}, None
         if self.head and self.key not in cache.drafts:
             with pool.lent(self.contexts[0] + MORE) as table:
                 cache.drafts = {self.key: self.head.measure(table, check)}

@@ -18,6 +18,7 @@ from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.files import write_atomic
 from mlxspec.kernels.verify import KERNELS, machine
+from mlxspec.load.exact import Exactness
 from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.parallel import ProcessGroup
@@ -28,14 +29,16 @@ from mlxspec.types import Tap
 
 class WarmupCache(BaseModel):
     """The measurements of one model; `costs` were measured with `kernels` in use, so was what
-    `drafts` cost, by the fingerprint of what drafts. `taps` are the hidden states that MTP heads
-    read, by their fingerprints."""
+    `drafts` cost, by the fingerprint of what drafts. `exact` was found with `exact_kernels`. `taps`
+    are the hidden states that MTP heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None
     kernels: str = ""
     taps: dict[str, Tap] = {}
     drafts: dict[str, DraftCosts] = {}
+    exact: Exactness | None = None
+    exact_kernels: str = ""  # with which it was found
     file: Path = Field(default=Path(), exclude=True)  # where it is kept
 
     @classmethod
@@ -89,5 +92,9 @@ def versions() -> dict[str, str]:
 
 def kernels_in_use() -> str:
     """Their cases, variants and row counts, to compare with those of another start."""
-    used = [(name, v.variant, v.least, v.most) for name, v in KERNELS.verdicts.items() if v.variant]
+    used = [
+        (name, v.variant, v.least, v.most, v.right)
+        for name, v in KERNELS.verdicts.items()
+        if v.variant or v.right
+    ]
     return str(sorted(used))

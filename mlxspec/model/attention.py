@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.nn import Module
 from mlx_lm.models import base
 
-from mlxspec.kernels.attention import paged_attention, shape_of
+from mlxspec.kernels.attention import invariant_attention, paged_attention, shape_of
 from mlxspec.kernels.reference import Attention
 from mlxspec.model.pages import Pages
 
@@ -46,7 +46,10 @@ def attention(
         keys.clean,
     )
     keys.shape = shape_of(inputs)
-    out = paged_attention(inputs, shape=keys.shape)
+    if keys.view.invariant:
+        out = invariant_attention(inputs, keys.shape, keys.view.by_our_kernel)
+    else:
+        out = paged_attention(inputs, shape=keys.shape)
     if length == 1:
         return out[:, :, None]
     out = out.reshape(batch, length, heads, -1)

@@ -24,6 +24,7 @@ from mlxspec.kernels import cpu
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case
 from mlxspec.model import quantized
+from mlxspec.model.pages import arrays_in, flat_caches
 from mlxspec.model.parallel import ALONE, ProcessGroup, split
 from mlxspec.model.probe import (
     BLOCK,
@@ -33,7 +34,7 @@ from mlxspec.model.probe import (
     probe_logits,
     reference_logits,
 )
-from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
+from mlxspec.model.runner import Layout, Runner
 from mlxspec.progress import progress
 from mlxspec.types import Json, UnsupportedModel, blame, line_of
 

@@ -5,12 +5,13 @@ of all layers share; there are no globals. A handle has no array methods: a mode
 fails at its first start.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx.core import array as Array
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels.attention import Shape, kernel_alone
@@ -30,7 +31,8 @@ class View:
     that the forward hands out, into `tapped`. Slots before `first` are never seen. `dense`: K/V
     are handed back gathered, of one group at a time. `kv_bits`: 8 or 4 bits per value in the pools;
     0: as computed. `last_keys` are K as the last layer that has some computed them,
-    [B, kv_heads, L, D]: NaN in a row if anything before was not finite there.
+    [B, kv_heads, L, D]: NaN in a row if anything before was not finite there. `invariant`: a row's
+    bits must not depend on the forward's other rows. `recorded`: see model/invariant.
     """
 
     block_size: int
@@ -46,6 +48,9 @@ class View:
     tapped: dict[Tap, Array] = field(default_factory=dict)
     first: int = 0
     last_keys: Any = None
+    invariant: bool = False
+    by_our_kernel: bool = False  # while invariant
+    recorded: Any = None
     by_kernel: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
 
     def slots_of(self, blocks: Sequence[int]) -> Array:
@@ -173,6 +178,22 @@ class Pages:
         grown = [mx.pad(pool, width) for pool in self.pools()]
         mx.eval(grown)  # both, before either is kept: a failed growth is tried again
         self.keys, self.values = grown
+
+
+def flat_caches(caches: Iterable[Any]) -> list[Any]:
+    """The layers' caches, those inside a CacheList one by one."""
+    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
+
+
+def arrays_in(tree: Any) -> list[Array]:
+    """All arrays of a tree of lists and dicts."""
+    leaves: Any = tree_flatten(tree)
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def pools_of(layers: Iterable[Pages]) -> list[Array]:
+    """K and V of each layer in turn."""
+    return [pool for pages in layers for pool in pages.pools()]
 
 
 def _finite(x: Array, packing: Packing | None) -> Array:

@@ -66,6 +66,13 @@ class StateRecorder:
         return [replay(rows) for replay in self.replays]
 
 
+# Whether the forward that is being built computes each row as if alone.
+one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
+# What a recurrence reads of each row: its arguments [B, L, ...].
+BY_ROW = {"hidden_states", "B", "C", "dt", "mask"}
+# mlx-lm's functions whose order of summation depends on the number of rows, and that take one row.
+ORDERED_BY_ROWS = "ssm_update"
+
 # The recorder of the forward that is being built. mlx-lm's layers call module-level functions, so
 # there is no argument through which they could be handed one.
 _recorder: ContextVar[StateRecorder | None] = ContextVar("recorder", default=None)
@@ -100,9 +107,14 @@ def _recorded(update: Any) -> Any:
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         recorder = _recorder.get()
+        bound = signature.bind(*args, **kwargs)
+        if update.__name__ == ORDERED_BY_ROWS and one_by_one.get():
+            y, states = _row_by_row(update, bound.arguments)
+            if recorder:
+                recorder.recurrences.append((states[-1], partial(_state_of, states)))
+            return y, states[-1]
         if not recorder:
             return update(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
         for name in WEIGHED & bound.arguments.keys():
             bound.arguments[name] = finite(bound.arguments[name])
         y, new = update(*bound.args, **bound.kwargs)
@@ -112,6 +124,37 @@ def _recorded(update: Any) -> Any:
 
     wrapper.recorded = True  # type: ignore[attr-defined]
     return wrapper
+
+
+def by_rows(model: Module) -> bool:
+    """Whether a model has recurrences that are called with one row after the other."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    return any(hasattr(module, ORDERED_BY_ROWS) for module in modules)
+
+
+def _row_by_row(update: Any, given: Json) -> tuple[Array, list[Array]]:
+    """The output [B, L, ...] of a recurrence called with one row after the other, and the state
+    after each."""
+    rows = given["hidden_states"].shape[1]
+    outputs: list[Array] = []
+    states: list[Any] = [given.get("state")]
+    for t in range(rows):
+        row = dict(given)
+        for name in BY_ROW & given.keys():
+            if given[name] is not None:
+                row[name] = given[name][:, t : t + 1]
+        row["state"] = states[-1]
+        y, state = update(**row)
+        outputs.append(y)
+        states.append(state)
+    return mx.concatenate(outputs, axis=1), states[1:]
+
+
+def _state_of(states: Sequence[Array], rows: Array) -> Array:
+    """Of the states [B, ...] after each row that of each sequence after its first `rows` int32
+    [B]."""
+    stacked = mx.stack(list(states), axis=1)
+    return stacked[mx.arange(len(rows)), rows - 1]
 
 
 def install(model: Module) -> None:

@@ -7,17 +7,16 @@ of prompts of equal rows are others; `gather` likewise, with K/V handed back den
 mlx-lm's own caches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 from mlx.nn import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from mlxspec.model import attention, recurrent
+from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.batch import (
     Forward,
     NaNs,
@@ -33,7 +32,8 @@ from mlxspec.model.batch import (
     starts_of,
     unsampled,
 )
-from mlxspec.model.pages import Pages, View, window_of
+from mlxspec.model.invariant import Invariance
+from mlxspec.model.pages import Pages, View, arrays_in, flat_caches, pools_of, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk
@@ -45,22 +45,6 @@ SPARE = 32  # one in so many of a pool's blocks is grown ahead; a full pool was 
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
 
 Layout = Literal["rows", "rect", "gather", "solo"]
-
-
-def flat_caches(caches: Iterable[Any]) -> list[Any]:
-    """The layers' caches, those inside a CacheList one by one."""
-    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
-
-
-def arrays_in(tree: Any) -> list[Array]:
-    """All arrays of a tree of lists and dicts."""
-    leaves: Any = tree_flatten(tree)
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
-
-
-def pools_of(layers: Iterable[Pages]) -> list[Array]:
-    """K and V of each layer in turn."""
-    return [pool for pages in layers for pool in pages.pools()]
 
 
 class Runner:
@@ -78,9 +62,11 @@ class Runner:
         lone: bool = False,
         rollback: bool = True,
         kv_bits: int = 0,
+        invariance: Invariance | None = None,
     ) -> None:
         """`lone`: one sequence per forward. `rollback`: recurrent layers can drop rejected drafts.
-        `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed."""
+        `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed. `invariance`: how a row's
+        bits are kept from depending on the other rows; None: they are not."""
         self.model = model
         self.layout = layout
         self.lone = lone or layout == "solo"
@@ -105,6 +91,13 @@ class Runner:
         # saved together.
         self.adopted: Sequence[Pages] = ()
         self.complete = True  # no head has failed, whose K and V blocks would lack
+        self.keep_invariant(invariance)
+
+    def keep_invariant(self, invariance: Invariance | None) -> None:
+        """Compute rows in this way from now on. What is cached was computed in another."""
+        self.invariance = invariance
+        self.view.by_our_kernel = invariance is not None and invariance.by_kernel
+        invariant.install(self.model, self.view, invariance)
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Without a trunk there are none,
@@ -305,19 +298,26 @@ class Runner:
 
     def _form(self, e: Span) -> tuple[Any, ...]:
         """What spans must have in common to share a forward; those that decode come first."""
+        if self._is_whole(e):
+            return True, id(e)
         if self.layout == "rows":
-            return ()
+            return (False,)
         rows, context = bucket(e, self.view.block_size)
         if e.count == 1:
             rows, context = 0, context if self._split else 0
         fresh = bool(self.states.layers) and e.kept.recurrent is None
-        return fresh, rows, context
+        return False, fresh, rows, context
+
+    def _is_whole(self, e: Span) -> bool:
+        """Whether a span is a whole chunk of a prompt, which is a forward of its own."""
+        chunk = self.invariance.chunk if self.invariance else 0
+        return 0 < chunk == e.count and e.end <= e.kept.whole_rows(chunk)
 
     def _order(self, e: Span) -> tuple[Any, ...]:
         """Spans of one forward are neighbours, and in it those of one attention group."""
         group = bucket(e, self.view.block_size)
         if self.layout == "rows":
-            return group
+            return self._is_whole(e), group
         return self._form(e), group[1]
 
     def _forward(
@@ -360,6 +360,8 @@ class Runner:
             if length:  # mlx-lm's layers ask for the first position of each sequence
                 view.positions = view.positions[::length]
         view.sampled = sampled = sampled_rows(batch, length)
+        view.invariant = self.invariance is not None and not self._is_whole(batch[0])
+        recurrent.one_by_one.set(view.invariant)
         try:
             self.states.load(batch)
             logits: Array = self.model(ids.reshape(-1, length or 1), cache=caches)
@@ -368,16 +370,17 @@ class Runner:
         finally:
             self.states.release()
             view.sampled = view.last_keys = None
+            view.invariant = False
+            recurrent.one_by_one.set(False)
         logits = logits.flatten(0, 1)
         if not self.trunk:
             logits = logits[sampled]
         for tap, hidden in view.tapped.items():
             rows = hidden.flatten(0, 1)
             view.tapped[tap] = rows[own_rows(batch, length)] if padded else rows
-        if self.layout != "rows":
+        if self.layout != "rows" or self.invariance:
             # The next forward writes the pools that this one reads; in one graph MLX would copy
-            # them. Naming them holds them until all is done, so only where the logits do not need
-            # them all.
+            # them. Naming them holds them until all is done: only if the logits need not all.
             pools = pools_of(self.pages()) if self._several else []
             mx.async_eval(logits, *states, *pools, [found for found, _ in nans])
         return logits

@@ -73,7 +73,9 @@ def show(poll: Callable[[], Menu]) -> None:
     # An accessory: no icon in the Dock.
     kit.NSApplication.sharedApplication().setActivationPolicy_(1)
     app = rumps.App("mlxspec", title="◌", quit_button=None)
+    quit_item = rumps.MenuItem("Quit", callback=rumps.quit_application)
     newest = shown = Menu("◌")
+    lines: list[Any] = []  # rumps keeps each item for ever: they are made once, and change
 
     def keep_polling() -> None:
         nonlocal newest
@@ -90,15 +92,15 @@ def show(poll: Callable[[], Menu]) -> None:
         app.title = shown.title
         app.menu.clear()
         for key, item in enumerate(shown.items):
+            if key == len(lines):
+                lines.append(rumps.MenuItem(f"{key}"))  # its first title is a key: must be unique
             if not item.title:
                 app.menu.add(rumps.separator)
                 continue
-            node = rumps.MenuItem(f"{key}")  # its first title is a key: must be unique
-            node.title = item.title
-            if item.command:
-                node.set_callback(partial(run, item.command))
-            app.menu.add(node)
-        app.menu.add(rumps.MenuItem("Quit", callback=rumps.quit_application))
+            lines[key].title = item.title
+            lines[key].set_callback(partial(run, item.command) if item.command else None)
+            app.menu.add(lines[key])
+        app.menu.add(quit_item)
 
     threading.Thread(target=keep_polling, name="poll", daemon=True).start()
     rumps.Timer(draw, 1).start()

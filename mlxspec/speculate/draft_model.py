@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.model.batch import Shift, build_inputs, starts_of
-from mlxspec.model.runner import Runner, flat_caches
+from mlxspec.model.pages import flat_caches
+from mlxspec.model.runner import Runner
 from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass, unchanged

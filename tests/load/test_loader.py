@@ -221,7 +221,7 @@ def test_the_next_start_uses_the_warmup_cache(
     monkeypatch.setattr(loader, "find_layout", None)  # trying again would fail
     monkeypatch.setattr(calibrate, "time_step", None)  # and so would measuring
     second, again = load_engine(path, "tiny", options)
-    assert replace(again, created=info.created) == info
+    assert replace(again, created=info.created, exact=info.exact) == info
     assert second.counters["steps"] == 0
     assert isinstance(first.proposer, Proposer) and isinstance(second.proposer, Proposer)
     measured = [[list(x) for x in e.proposer.costs.measured] for e in (first, second)]

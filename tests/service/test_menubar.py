@@ -107,12 +107,15 @@ def test_long_titles_are_cut() -> None:
 class Node(dict[str, Any]):
     """A menu item of rumps, keyed by its first title."""
 
+    made = 0
+
     def __init__(self, title: str = "", callback: Any = None) -> None:
         super().__init__()
-        self.title, self.callback = title, callback
+        Node.made += 1
+        self.key, self.title, self.callback = title, title, callback
 
     def add(self, node: Any) -> None:
-        self.setdefault(node.title if isinstance(node, Node) else f"rule {len(self)}", node)
+        self.setdefault(node.key if isinstance(node, Node) else f"rule {len(self)}", node)
 
     def set_callback(self, callback: Any) -> None:
         self.callback = callback
@@ -167,6 +170,16 @@ def test_rumps_shows_the_menu(rumps: SimpleNamespace, monkeypatch: pytest.Monkey
         one for one in rumps.app.menu.values() if getattr(one, "title", "") == "Start the service"
     ]
     start.callback(start)
+    made = Node.made
+    for name in ("idle", "busy", "stopped"):
+        now = menu_of(STATES[name])
+        until(now.title)
+    assert Node.made - made <= 1 + max(len(menu_of(each).items) for each in STATES.values())
+    made = Node.made
+    for name in ("idle", "busy", "stopped"):
+        now = menu_of(STATES[name])
+        until(now.title)
+    assert Node.made == made, "rumps keeps each item for ever"
     assert ran == [menubar.mlxspec("service", "start")]
 
 

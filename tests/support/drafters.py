@@ -243,13 +243,17 @@ def costs(row: float = 1e-6) -> Costs:
     return Costs((64, 128), (1, 32), ((1.0, 1.0 + 31 * row), (1.0, 1.0 + 31 * row)))
 
 
+def _off(x: mx.array, noise: float) -> mx.array:
+    return (x * (1 + noise * mx.random.normal(x.shape))).astype(x.dtype)
+
+
 def like(model: Any, kind: str, noise: float) -> Any:
     """A model that mostly agrees with `model`: the same weights, each off by `noise`."""
     small = tiny.model(kind)
     mx.random.seed(9)
     small.update(
         tree_map(
-            lambda x: x * (1 + noise * mx.random.normal(x.shape)) if x.ndim > 1 else x,
+            lambda x: _off(x, noise) if x.ndim > 1 and x.dtype != mx.uint32 else x,
             small.parameters(),
         )
     )

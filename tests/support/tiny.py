@@ -23,7 +23,8 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import ModelManager, ModelSlot, Start
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.runner import Layout, Runner, pools_of
+from mlxspec.model.pages import pools_of
+from mlxspec.model.runner import Layout, Runner
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import MAX_DEPTH, ModelInfo, Output, Request, Sampling, Stats
@@ -31,6 +32,7 @@ from tests.heads.packagings import TARGET
 
 VOCAB = 320
 TRAINED = "trained"
+FOUR = "-4bit"  # at the end of a kind: see four_bits
 STRIDE = 3  # blocks between two states of a long prompt
 WIDE = {"llama": {"head_dim": 128}, "gpt_oss": {"head_dim": 64}}  # heads that can be quantized
 WIDE |= {kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "gemma2")}
@@ -111,6 +113,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def four_bits(m: nn.Module) -> nn.Module:
+    """The model in bfloat16, with what can be quantized in 4 bits."""
+    halves = tree_map(lambda x: x.astype(mx.bfloat16), m.parameters())
+    m.update(halves)
+    nn.quantize(m, 32, 4, class_predicate=lambda _, each: quantizable(each, 32))
+    mx.eval(m.parameters())
+    return m
+
+
+def quantizable(layer: nn.Module, group: int) -> bool:
+    return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group == 0
+
+
 def kv_bits(kind: str) -> int:
     """Of a kind like "llama:8", whose heads are wide enough to be quantized; 0 for others."""
     return int(kind.partition(":")[2] or 0)
@@ -133,6 +148,8 @@ def model(kind: str, **change: Any) -> nn.Module:
     name = kind.partition(":")[0]
     if name == TRAINED:
         return load_model(TARGET)[0]
+    if name.endswith(FOUR):
+        return four_bits(model(name.removesuffix(FOUR), **change))
     if name not in CONFIGS:
         from tests.support import architectures
 

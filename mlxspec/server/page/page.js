@@ -231,7 +231,7 @@ function models(now) {
       const entry = element(list, "li");
       element(entry, "span", `status ${m.status}`, m.status + (m.pinned ? ", pinned" : ""));
       element(entry, "b", "", m.info.name);
-      const facts = `${count(m.info.context)} tokens of context, ${bytes(m.info.weight_bytes)} of weights, layout ${m.info.layout}`;
+      const facts = `${count(m.info.context)} tokens of context, ${bytes(m.info.weight_bytes)} of weights, layout ${m.info.layout}${m.info.exact ? `, ${m.info.exact}` : ''}`;
       element(entry, "span", "sub", m.error || facts);
     }
   });

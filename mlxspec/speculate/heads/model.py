@@ -14,8 +14,8 @@ from mlx.core import array as Array
 from mlxspec.model import attention
 from mlxspec.model.batch import Shift, sampled_rows
 from mlxspec.model.layout import CacheBytes
-from mlxspec.model.pages import Pages, View
-from mlxspec.model.runner import Runner, pools_of
+from mlxspec.model.pages import Pages, View, pools_of
+from mlxspec.model.runner import Runner
 from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.types import FINAL_NORM, Tap

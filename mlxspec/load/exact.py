@@ -1,0 +1,286 @@
+"""Whether a row's bits depend on other rows on this machine: found out at a model's first start.
+
+Rule: nothing is believed. The calls of layers are tried, and then one sequence's logits are
+compared, to the bit: a row at a time, and in steps of more rows, beside others, with its prompt cut
+elsewhere, and after a cached prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+from mlx.core import array as Array
+from mlx.nn import Module
+
+from mlxspec.kernels.attention import right
+from mlxspec.model import recurrent
+from mlxspec.model.invariant import ROWS, Invariance, Recorded, find_invariance
+from mlxspec.model.layout import LayoutChoice
+from mlxspec.model.runner import Runner
+from mlxspec.sequences import Draft, SeqState, Span
+from mlxspec.speculate.calibrate import time_step, unused_span
+from mlxspec.types import Check, line_of
+
+STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
+TAIL = 9  # tokens of the prompt behind its whole chunks
+AUTO = 0.05  # of a step's time: what `exact = auto` pays
+UNPROVEN = -1
+TURNS = 5  # of a measurement; the best counts
+TIMED = (1, 5, 96)  # rows: plain decoding, with drafts, and of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """What was found: how to compute rows, and up to how many of a step a row's bits are its own,
+    or UNPROVEN; `why` not for more. `cost`: by how much of its time a step is longer, of one row or
+    with drafts, and of a prompt; None: not measured yet."""
+
+    invariance: Invariance
+    rows: int = 0
+    why: str = ""
+    cost: tuple[float, float] | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether it costs little enough for `auto`."""
+        return self.cost is not None and max(self.cost) <= AUTO
+
+    def used(self, wanted: str) -> bool:
+        """Whether it is used under the setting `exact`."""
+        return self.rows > 0 and (wanted == "on" or (wanted == "auto" and self.pays))
+
+    def told(self, wanted: str) -> str:
+        """The verdict in a line."""
+        cost = ""
+        if self.cost:
+            cost = "{:.0%} of a step's time and {:.0%} of a prompt's".format(*self.cost)
+        if not self.rows:
+            return f"not exact: {self.why}"
+        if self.used(wanted):
+            found = f"exact up to {self.rows} rows"
+            return f"{found}, for {cost}" if cost else found
+        if not cost:
+            return "not exact yet: what it costs is measured when idle"
+        if wanted == "auto" and self.pays:
+            return f"not exact yet: from the next start on, for {cost}"
+        return f"not exact: it takes {cost}, which --exact on pays"
+
+
+def examine(
+    model: Module,
+    layout: LayoutChoice,
+    block_size: int,
+    prove: bool = True,
+) -> Exactness:
+    """Find a model's Exactness, without its cost, and prove it if wanted."""
+    if layout.layout in ("gather", "solo"):
+        why = f"in the {layout.layout} layout attention is mlx-lm's own"
+        return Exactness(Invariance(), why=why)
+    blocks = 2 + 4 * ceil((64 + block_size + TAIL + 3 * ROWS) / block_size)
+    try:
+        runner = layout.runner(model, block_size, blocks)
+        invariance = find_invariance(
+            record(runner),
+            block_size,
+            recurrent.by_rows(model),
+        )
+        shapes = {pages.shape for pages in runner.pages()}
+        by_kernel = all(shape is not None and right(shape) for shape in shapes)
+        invariance = replace(invariance, by_kernel=by_kernel)
+        if not prove:
+            return Exactness(invariance, UNPROVEN)
+        runner.keep_invariant(invariance)
+        return _proven(Proof(runner, invariance.chunk, layout))
+    except Exception as failed:  # the model's own code
+        return Exactness(Invariance(), why=line_of(failed))
+
+
+def record(runner: Runner) -> Recorded:
+    """What a step of many rows calls the layers with."""
+    runner.keep_invariant(Invariance())
+    found: Recorded = {}
+    runner.view.recorded = found
+    proof = Proof(runner, 0)
+    try:
+        seq = proof.seq()
+        drafted = tuple(seq.tokens[TAIL : TAIL + 2 * ROWS])
+        if not runner.states.rollback_supported:
+            drafted = ()
+        span = seq.span(0, TAIL + 2 * ROWS - len(drafted), samples=True, drafted=drafted)
+        mx.eval(runner.forward([span], None).logits)
+    finally:
+        runner.view.recorded = None
+    return found
+
+
+def _proven(proof: "Proof") -> Exactness:
+    invariance = proof.runner.invariance
+    assert invariance is not None
+    rows = 0
+    why = ""
+    for step in STEPS:
+        why = proof.differs(step)
+        if why:
+            break
+        rows = step
+    if why and invariance.failed:
+        why = f"{invariance.failed[0]} has no order of its own for a row"
+    return Exactness(invariance, rows, why)
+
+
+@dataclass(slots=True, eq=False)
+class ProofSequence:
+    """A sequence of the proof: its tokens, the blocks of these, and how many are computed."""
+
+    tokens: list[int]
+    table: list[int]
+    kept: SeqState
+    computed: int = 0
+
+    def span(
+        self,
+        start: int,
+        count: int,
+        samples: bool,
+        drafted: Sequence[int] = (),
+    ) -> Span:
+        """Its rows from `start` on, with the drafts behind them."""
+        span = Span(self.kept, [self.table], self.tokens, start=start, count=count, samples=samples)
+        span.draft = Draft(drafted)
+        return span
+
+
+class Proof:
+    """One sequence in many steps, in blocks of its own."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        chunk: int,
+        layout: LayoutChoice | None = None,
+    ) -> None:
+        self.runner = runner
+        self.chunk = chunk
+        self.can_draft = layout is not None and layout.can_draft
+        self.alone: list[Array] = []  # logits of the rows behind the prompt, one at a time
+        self.held: list[ProofSequence] = []  # the sequence that was computed so, and its neighbours
+        self.state: Any = None  # of recurrent layers, after the whole chunk
+
+    def seq(self, shift: int = 0, anew: bool = True) -> ProofSequence:
+        """The sequence, or another; in blocks behind those that are held. Its whole chunk is to be
+        computed `anew`, else it is the first one's."""
+        length = self.chunk + TAIL
+        tokens = [(7 * i + 3 + shift) % 97 for i in range(length + 2 * ROWS)]
+        blocks = ceil(len(tokens) / self.runner.view.block_size)
+        first = 1 + blocks * len(self.held)
+        table = list(range(first, first + blocks))
+        seq = ProofSequence(tokens, table, SeqState(prompt_len=length))
+        if not anew:
+            shared = self.chunk // self.runner.view.block_size
+            seq.table = self.held[0].table[:shared] + table[shared:]
+            seq.computed, seq.kept.recurrent = self.chunk, self.state
+        return seq
+
+    def step(self, spans: dict[Span, ProofSequence]) -> list[Array]:
+        """The logits of the sampled rows of a step [rows, vocab], by span."""
+        done = self.runner.forward(list(spans), None)
+        mx.eval(done.logits)
+        logits = []
+        for span, seq in spans.items():
+            seq.computed = span.end
+            first = done.first_row.get(span.kept, 0)
+            logits.append(done.logits[first : first + span.sampled])
+        return logits
+
+    def read(self, seq: ProofSequence, upto: int, rows: int) -> None:
+        """Compute a sequence's tokens, so many at a time behind its whole chunks."""
+        while seq.computed < upto:
+            count = self.chunk if seq.computed < self.chunk else min(rows, upto - seq.computed)
+            self.step({seq.span(seq.computed, count, samples=False): seq})
+
+    def differs(self, rows: int) -> str:
+        """What differs of a step of so many rows from the same rows alone; "": nothing."""
+        end = self.chunk + TAIL - 1
+        if not self.held:
+            self._begin(end)
+        if rows > 1 and not self.can_draft:
+            return "drafts cannot be rolled back"
+        want = mx.concatenate(self.alone[:rows])
+        first, *others = self.held
+        for cut, beside in ((TAIL, []), (3, others)):
+            ends = rows in (STEPS[0], STEPS[-1])
+            if not (beside or ends):
+                continue
+            seq = self.seq(anew=ends)
+            self.read(seq, end, cut)
+            spans = {self._drafted(seq, end, rows): seq}
+            for n, other in enumerate(beside):
+                spans[other.span(other.computed, 1 + n, samples=True)] = other
+            if not mx.array_equal(self.step(spans)[0], want):
+                where = " beside others" if beside else ""
+                return f"logits differ in steps of {rows} rows{where}"
+        if not self.runner.states.layers:
+            hit = ProofSequence(first.tokens, first.table, SeqState(prompt_len=end + 1))
+            if not mx.array_equal(self.step({self._drafted(hit, end, rows): hit})[0], want):
+                return f"logits differ after a cached prefix in steps of {rows} rows"
+        return ""
+
+    def _begin(self, end: int) -> None:
+        """Compute the sequence a row at a time, and two that are its neighbours later."""
+        first = self.seq()
+        self.held.append(first)
+        self.read(first, self.chunk, 1)
+        self.state = first.kept.recurrent
+        self.read(first, end, 1)
+        for at in range(end, end + ROWS):
+            self.alone += self.step({first.span(at, 1, samples=True): first})
+        for n in (1, 2):
+            other = self.seq(n)
+            self.held.append(other)
+            self.read(other, end, TAIL)
+
+    def _drafted(self, seq: ProofSequence, at: int, rows: int) -> Span:
+        """A row of a sequence, and the others as drafts that are right."""
+        return seq.span(at, 1, samples=True, drafted=seq.tokens[at + 1 : at + rows])
+
+
+def measure_cost(
+    runner: Runner,
+    invariance: Invariance,
+    table: list[int],
+    check: Check,
+) -> tuple[float, float]:
+    """By which part of its time a step is longer, of few rows at most and of a prompt. Calls
+    `check` before each step, and raises what it raises."""
+    usual = runner.invariance
+    best = {(rows, kept): float("inf") for rows in TIMED for kept in (False, True)}
+    try:
+        for _ in range(TURNS):
+            for rows, kept in best:
+                check()
+                runner.keep_invariant(invariance if kept else None)
+                took = _seconds(runner, table, rows)
+                best[rows, kept] = min(best[rows, kept], took)
+    finally:
+        runner.keep_invariant(usual)
+    few, drafts, prompt = (max(0.0, best[n, True] / best[n, False] - 1) for n in TIMED)
+    return max(few, drafts), prompt
+
+
+def _seconds(runner: Runner, table: list[int], rows: int) -> float:
+    if rows != TIMED[-1]:
+        return time_step(runner, table, rows, rows)
+    chunk = runner.invariance.chunk if runner.invariance else 0
+    last = unused_span(runner, table, rows)
+    last.kept.prompt_len = len(last.tokens)
+    parts = [chunk, rows - chunk] if chunk else [rows]
+    start = 0
+    began = perf_counter()
+    for count in parts:
+        span = replace(last, start=start, count=count)
+        mx.eval(runner.forward([span], None).logits)
+        start += count
+    return perf_counter() - began

@@ -1,0 +1,123 @@
+"""A start with `exact`: what is found is kept, used, told, and measured in idle moments."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.commands.doctor import examine as examined
+from mlxspec.kernels.verify import KERNELS
+from mlxspec.load import loader
+from mlxspec.load.exact import Exactness
+from mlxspec.load.loader import load_engine
+from mlxspec.load.warmup import WarmupCache
+from mlxspec.metrics import Metrics
+from mlxspec.model.invariant import CHUNK, Invariance
+from mlxspec.types import Interrupted, Served
+from tests.load.test_loader import settings
+from tests.model.test_layout import save
+from tests.support import tiny
+from tests.tiny_tokenizer import save_tokenizer
+
+SIZE = dict(block_size=8, kv_blocks=96)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("mlxspec.model.hub.default_cache_dir", lambda: tmp_path / "cache")
+    save(tmp_path)
+    return tmp_path
+
+
+def kept(path: Path, change: Callable[[Exactness], Exactness] = lambda e: e) -> WarmupCache:
+    """What the start has kept, with a change."""
+    (file,) = (path / "cache/costs").iterdir()
+    found = WarmupCache.load(file)
+    assert found and found.exact
+    found.file, found.exact = file, change(found.exact)
+    found.save()
+    return found
+
+
+def start(path: Path, exact: str, **change: Any):
+    return load_engine(
+        path, "tiny", settings(exact=exact, **SIZE, **change), **{"measure_idle": True}
+    )
+
+
+def test_on_is_used_at_once_and_proven_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    e, info = start(path, "on")
+    assert e.runner.invariance and e.scheduler.kv.chunk == CHUNK
+    assert (info.exact, info.exact_rows) == ("exact up to 17 rows", 17)
+    monkeypatch.setattr(loader, "examine", None)  # it is known now
+    e, info = start(path, "on")
+    assert e.runner.invariance and info.exact_rows == 17
+
+
+def test_off_looks_at_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "examine", None)
+    e, info = start(path, "off")
+    assert e.runner.invariance is None and (info.exact, info.exact_rows) == ("", 0)
+
+
+def test_auto_is_used_once_it_is_known_to_be_cheap(path: Path) -> None:
+    e, info = start(path, "auto")
+    assert e.runner.invariance is None and info.exact_rows == 0 and "when idle" in info.exact
+    calls = iter(range(100))
+
+    def stop() -> None:
+        if next(calls) == 40:
+            raise Interrupted
+
+    e.work_idle(stop)
+    assert e.idle_work and e.runner.invariance is None, "as it was"
+    e.work_idle()
+    found = kept(path).exact
+    assert e.idle_work is None and found and found.cost and min(found.cost) >= 0
+    assert e.runner.invariance is None and e.scheduler.kv.chunk == 0
+    kept(path, lambda exact: replace(exact, cost=(0.01, 0.02)))
+    e, info = start(path, "auto")
+    assert e.runner.invariance, "proven now"
+    assert info.exact == "exact up to 17 rows, for 1% of a step's time and 2% of a prompt's"
+    kept(path, lambda exact: replace(exact, cost=(0.01, 0.2)))
+    e, info = start(path, "auto")
+    assert e.runner.invariance is None and "which --exact on pays" in info.exact
+
+
+def test_prompts_on_disk_are_of_one_order(path: Path) -> None:
+    for exact in ("on", "off"):
+        e, _ = start(path, exact, cache_gb=1.0)
+        assert e.offloader
+        r = tiny.request("r", range(1, 80), 4)
+        e.add(r)
+        tiny.run(e)
+        assert e.counters["cached_tokens"] == 0, "the other's blocks"
+        e.close(5)
+
+
+def test_other_kernels_are_another_proof(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(path, "on")
+    monkeypatch.setattr(loader, "kernels_in_use", lambda: "others")
+    seen = []
+    monkeypatch.setattr(
+        loader, "examine", lambda *a: seen.append(a) or Exactness(Invariance(), why="it")
+    )
+    _, info = start(path, "on")
+    assert seen and info.exact == "not exact: it"
+    KERNELS.verdicts.clear()
+
+
+def test_it_is_told(path: Path, bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tokenizer(path / "model")
+    save(model)
+    _, info = start(model, "on")
+    page = Metrics(lambda: {"tiny": Served(info)}).render()
+    assert b'mlxspec_exact_rows{model="tiny"} 17' in page
+    monkeypatch.setenv("MLXSPEC_EXACT", "on")
+    for name, value in (("BLOCK_SIZE", "8"), ("CACHE_DIR", str(path / "cache"))):
+        monkeypatch.setenv(f"MLXSPEC_{name}", value)
+    checks = list(examined(str(model)))
+    lines = [check.text for check in checks if check.name == "exact"]
+    assert lines == [f"{model}: exact up to 17 rows"], checks

@@ -44,7 +44,7 @@ CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 @dataclass(eq=False)
 class ApiError(Exception):
     """An HTTP error response. `param` is the request field at fault, `code` is for programs, and so
-    are `details`, in Anthropic's format."""
+    are `details`, in Anthropic's format. `generated`: fields with what was generated before it."""
 
     status: int
     message: str
@@ -52,6 +52,7 @@ class ApiError(Exception):
     code: str | None = None
     headers: Mapping[str, str] | None = None
     details: Json | None = None
+    generated: Json | None = None
 
     def body(self, anthropic: bool = False) -> Json:
         """The body in OpenAI's format, or in Anthropic's."""
@@ -60,7 +61,7 @@ class ApiError(Exception):
         error: Json = {"type": kind, "message": self.message}
         if not anthropic:
             code = self.code or CODES.get(self.status)
-            return {"error": error | {"param": self.param, "code": code}}
+            return {"error": error | {"param": self.param, "code": code}, **(self.generated or {})}
         if self.details:
             error["details"] = self.details
         return {"type": "error", "error": error}

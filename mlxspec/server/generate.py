@@ -174,8 +174,14 @@ class Generation:
         return any(choice.finish is None for choice in self.prepared.choices)
 
     async def _body(self, outputs: Mailbox) -> Json:
-        while self._runs():
-            self._read(await anext(outputs))
+        try:
+            while self._runs():
+                self._read(await anext(outputs))
+        except ApiError as error:
+            if error.status == 500:
+                choices, usage = self.prepared.choices, self.observer.usage()
+                error.generated = self.writer.generated(choices, usage)
+            raise
         self.prepared.on_done()
         return self.writer.body(self.prepared.choices, self.observer.usage())
 

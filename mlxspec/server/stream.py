@@ -233,6 +233,10 @@ class ResponseWriter(Protocol):
     def body(self, choices: Choices, usage: Usage) -> Json:
         """The whole response."""
 
+    def generated(self, choices: Choices, usage: Usage) -> Json:
+        """What a response that fails says beside its error: nothing."""
+        return {}
+
 
 def event(data: Json) -> bytes:
     """A server-sent event."""

@@ -114,6 +114,9 @@ async def test_each_api_says_so_and_neighbours_answer(app: Any, url: str) -> Non
             assert answer.status == (200 if i >= 2 else 500)
             why = said(url, answer)
             assert SAID in why and "tiny" in why and "download it again" in why
+            if i < 2 and url in ("/v1/completions", "/v1/chat/completions"):
+                [choice] = answer.json["choices"]  # what a stream would have sent
+                assert choice["finish_reason"] == "error"
     for clean in (answers[4:8], answers[12:]):
         assert all(answer.status == 200 for answer in clean)
         assert without_ids(clean[1]) == without_ids(before)

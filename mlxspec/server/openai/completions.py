@@ -104,6 +104,10 @@ class CompletionWriter(ResponseWriter):
             written.append(made)
         return self._head(choices=written, usage=usage_object(usage))
 
+    def generated(self, choices: Choices, usage: Usage) -> Json:
+        """What a stream would have sent before the error."""
+        return {} if self._infill else self.body(choices, usage)
+
     def _head(self, chunk: str = "", **fields: Any) -> Json:
         kind = f"chat.completion{chunk}" if self.chat else "text_completion"
         return {

@@ -353,7 +353,7 @@ def test_two_processes_convert_once(serve: Serve, tmp_path: Path, monkeypatch) -
     card, made = serve(b"weights"), []
     started, go_on = threading.Event(), threading.Event()
 
-    def slow(gguf: Path, target: Path, *rest: object) -> None:
+    def slow(gguf: Path, target: Path, *rest: object, **more: object) -> None:
         made.append(target)
         started.set()
         assert go_on.wait(30)

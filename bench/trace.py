@@ -37,7 +37,7 @@ from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.kernels.attention import paged_attention  # noqa: E402
 from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model import attention  # noqa: E402
-from mlxspec.model.batch import Step  # noqa: E402
+from mlxspec.model.batch import Forward, Step  # noqa: E402
 from mlxspec.model.pages import Pages  # noqa: E402
 from mlxspec.sequences import Entry  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
@@ -103,7 +103,7 @@ class Recorder:
             (mx, "async_eval", self._submit(submit)),
             (Engine, "add", self._add(Engine.add)),
             (Engine, "_finish", self._commit(Engine._finish)),
-            (Step, "read", self._reading(Step.read)),
+            (Forward, "read", self._reading(Forward.read)),
             (Worker, "_publish", self._span("publish", Worker._publish)),
             (Worker, "_turn", self._turn(Worker._turn)),
             (Pages, "update_and_fetch", self._clock("seam", Pages.update_and_fetch)),

@@ -203,7 +203,8 @@ class OutputParser:
             if not self._called and self._in_string():
                 self._held += "" if after in (CONTENT, REASONING) else text
                 return
-            if after in CALL_STATES and skipped(self._form).fullmatch(self._held):
+            short = len(self._held) <= MAX_HEAD
+            if after in CALL_STATES and short and skipped(self._form).fullmatch(self._held):
                 self._enter(after, self._held + text)  # a marker before a marker
                 return
             if self._called:

@@ -86,7 +86,7 @@ def test_a_program_ends_cleanly_without_stop(how: str, status: int) -> None:
     program = (
         "from mlxspec import blas; blas.load()\n"
         "import asyncio\n"
-        "from tests import tiny\n"
+        "from tests.support import tiny\n"
         "from tests.engine.test_worker import make\n"
         "worker = make(); worker.launch()\n"
         "async def busy(): await anext(worker.submit(tiny.request('r', [1, 2], 500)))\n"

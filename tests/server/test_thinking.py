@@ -144,7 +144,7 @@ async def left(s: Server, path: str, **body: Any) -> int | None:
     answer = await s.post(path, INPUT[path] | {"max_tokens": 9} | body)
     assert answer.status == 200 and "x-mlxspec-ignored" not in answer.headers, answer.body
     make = s.engine.submitted[-1].grammar
-    return None if make is None else make().left
+    return None if make is None else make().remaining
 
 
 EFFORTS = [("none", 0), ("low", 1024), ("medium", 8192), ("high", 24576), ("max", None)]

@@ -205,14 +205,18 @@ async def test_what_was_parsed_is_let_go_before_the_answer(
     gc.disable()  # what is let go is so at once
     try:
         tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
-        number, slow_ones = len(s.engine.submitted), []
-        for i in range(4):
-            slow_ones.append(Connection(s.app, path.strip("?"), ASKED[path]))
-            await s.engine.until(lambda n=number + i: len(s.engine.submitted) > n)  # type: ignore[misc]
-        await asyncio.sleep(0.05)
-        assert not [one for one in gc.get_objects() if isinstance(one, Body)]
-        assert tracemalloc.get_traced_memory()[0] - before < 1 << 20
+        slow_ones: list[Any] = []
+        grown = []  # bytes; threads of other tests may allocate beside one round, what stays in all
+        for _ in range(3):
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(4):
+                number = len(s.engine.submitted)
+                slow_ones.append(Connection(s.app, path.strip("?"), ASKED[path]))
+                await s.engine.until(lambda n=number: len(s.engine.submitted) > n)  # type: ignore[misc]
+            await asyncio.sleep(0.05)
+            assert not [one for one in gc.get_objects() if isinstance(one, Body)]
+            grown.append(tracemalloc.get_traced_memory()[0] - before)
+        assert min(grown) < 1 << 20, grown
         assert s.app.state.server.unread == 0
     finally:
         tracemalloc.stop()

@@ -17,7 +17,7 @@ from mlx.nn import Module
 
 from mlxspec.kernels.attention import right
 from mlxspec.model import recurrent
-from mlxspec.model.invariant import ROWS, Invariance, Recorded, find_invariance
+from mlxspec.model.invariant import CHUNK, ROWS, Invariance, Recorded, find_invariance
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
 from mlxspec.sequences import Draft, SeqState, Span
@@ -79,7 +79,7 @@ def examine(
     if layout.layout in ("gather", "solo"):
         why = f"in the {layout.layout} layout attention is mlx-lm's own"
         return Exactness(Invariance(), why=why)
-    blocks = 2 + 4 * ceil((64 + block_size + TAIL + 3 * ROWS) / block_size)
+    blocks = 2 + 4 * ceil((CHUNK + block_size + TAIL + 3 * ROWS) / block_size)
     try:
         runner = layout.runner(model, block_size, blocks)
         invariance = find_invariance(
@@ -169,16 +169,16 @@ class Proof:
         self.held: list[ProofSequence] = []  # the sequence that was computed so, and its neighbours
         self.state: Any = None  # of recurrent layers, after the whole chunk
 
-    def seq(self, shift: int = 0, anew: bool = True) -> ProofSequence:
-        """The sequence, or another; in blocks behind those that are held. Its whole chunk is to be
-        computed `anew`, else it is the first one's."""
+    def seq(self, shift: int = 0, shares_chunk: bool = False) -> ProofSequence:
+        """The sequence, or another; in blocks after those that are held. `shares_chunk`: its whole
+        chunk is the first one's, already computed."""
         length = self.chunk + TAIL
         tokens = [(7 * i + 3 + shift) % 97 for i in range(length + 2 * ROWS)]
         blocks = ceil(len(tokens) / self.runner.view.block_size)
         first = 1 + blocks * len(self.held)
         table = list(range(first, first + blocks))
         seq = ProofSequence(tokens, table, SeqState(prompt_len=length))
-        if not anew:
+        if shares_chunk:
             shared = self.chunk // self.runner.view.block_size
             seq.table = self.held[0].table[:shared] + table[shared:]
             seq.computed, seq.kept.recurrent = self.chunk, self.state
@@ -214,7 +214,7 @@ class Proof:
             ends = rows in (STEPS[0], STEPS[-1])
             if not (beside or ends):
                 continue
-            seq = self.seq(anew=ends)
+            seq = self.seq(shares_chunk=not ends)
             self.read(seq, end, cut)
             spans = {self._drafted(seq, end, rows): seq}
             for n, other in enumerate(beside):

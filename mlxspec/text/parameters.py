@@ -139,9 +139,7 @@ class ParameterArguments:
             return self._string(self._index) or None
         if not (end := self._value_end(self._index)):
             return None
-        piece = self._value(self._cut(*end))
-        self._index = None
-        return piece
+        return self._end_value(*end)
 
     def _next_key(self) -> str | None:
         key = self.patterns.key.match(self.rest, partial=True)
@@ -242,9 +240,7 @@ class ParameterArguments:
             if rest and (rest.startswith(key) or key.startswith(rest)):
                 return ""  # it breaks off in a parameter's name
         elif self._first_end:
-            piece = self._value(self._cut(*self._first_end))
-            self._index = None
-            return piece + self.feed("")
+            return self._end_value(*self._first_end) + self.feed("")
         else:
             match = self.patterns.ending.search(self.rest, partial=True)
             if match and re.search(TAG, match[0]):
@@ -294,9 +290,10 @@ class ParameterArguments:
             return unescaped(text)
         return unescape(text) if self.layout.html else text
 
-    def _value(self, text: str) -> str:
-        """A complete value."""
-        text = self._unescaped(text)
+    def _end_value(self, end: int, start: int) -> str:
+        """The value that ends at `end`; what follows it begins at `start`."""
+        text = self._unescaped(self._cut(end, start))
+        self._index = None
         try:
             return clean(dumped(parse_value(text, self._types)))
         except NOT_JSON:

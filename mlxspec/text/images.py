@@ -8,7 +8,6 @@ images.
 import io
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, shake_128
 from pathlib import Path
@@ -42,7 +41,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ImageSpan:
     """Where an image stands in a prompt: ids `start` to `stop`, of which the negative ones are its
     rows, in order. `rows` and `columns` are counted in these."""
 
@@ -124,7 +123,7 @@ class ImageReader:
         digest = blake2b(patches.tobytes() + bytes(f"{rows}x{columns}", "ascii"), digest_size=16)
         return Image(patches, rows, columns, digest.digest())
 
-    def span(self, image: Image, start: int) -> tuple[list[int], Span]:
+    def span(self, image: Image, start: int) -> tuple[list[int], ImageSpan]:
         """The ids of an image whose first stands at `start`, and where it is."""
         rows, columns = image.rows // self.merge, image.columns // self.merge
         own = negative_ids(image.digest, rows * columns)
@@ -134,7 +133,7 @@ class ImageReader:
             if row < rows - 1:
                 ids += self.row_end
         ids += self.after
-        return ids, Span(start, start + len(ids), image, rows, columns)
+        return ids, ImageSpan(start, start + len(ids), image, rows, columns)
 
 
 def negative_ids(digest: bytes, count: int) -> list[int]:
@@ -247,10 +246,3 @@ def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
 
 def _ids(known: dict[str, int], *tokens: str) -> tuple[int, ...]:
     return tuple(known[token] for token in tokens if token in known)
-
-
-def positions_after(spans: Sequence[Span], at: int) -> int:
-    """By how much the position of the prompt's id `at` differs from its index where an image takes
-    as many positions as its longer side has rows, as Qwen's do: 0 or less."""
-    passed = [span for span in spans if span.stop <= at]
-    return sum(max(span.rows, span.columns) - (span.stop - span.start) for span in passed)

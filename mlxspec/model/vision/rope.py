@@ -1,0 +1,20 @@
+"""Rotary positions of patches in two dimensions."""
+
+import mlx.core as mx
+from mlx.core import array as Array
+
+
+def turns(rows: int, columns: int, by_row: Array, by_column: Array) -> Array:
+    """float32 [rows * columns, frequencies]: the angles of each patch, row-major: its row times the
+    first frequencies, then its column times the others."""
+    y = mx.broadcast_to(mx.outer(mx.arange(rows), by_row)[:, None], (rows, columns, by_row.size))
+    x = mx.broadcast_to(mx.outer(mx.arange(columns), by_column), (rows, columns, by_column.size))
+    return mx.concatenate([y, x], axis=-1).flatten(0, 1)
+
+
+def rotated(x: Array, angles: Array) -> Array:
+    """x [..., patches, D] turned by angles [patches, D / 2], in halves of D."""
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    first, second = mx.split(x.astype(mx.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return mx.concatenate(turned, axis=-1).astype(x.dtype)

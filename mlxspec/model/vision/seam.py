@@ -1,0 +1,236 @@
+"""How images reach a text model of mlx-lm: the rows of its embeddings, and positions in three axes.
+
+Rule: modules only change their class. A pass without an image computes what it computed before, and
+in one with images the rows of texts keep their bits.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.core import array as Array
+
+from mlxspec.model.pages import View
+from mlxspec.model.trunk import layers_in, trunk_of
+from mlxspec.types import Json, UnsupportedModel
+
+CACHED_BYTES = 256 << 20  # of features, for the next chunks and turns
+
+
+@dataclass(slots=True)
+class ImageRows:
+    """The rows of images in a pass: `index` int32 [n] among its rows, and their `features`
+    [n, hidden * (1 + deep)]. `positions` int32 [3, rows] are those of all rows of the pass, of
+    time, height and width; None: in one axis, as the view has them."""
+
+    index: Array
+    features: Array
+    positions: Array | None = None
+
+    def put(self, x: Array, part: int, scale: float = 1.0) -> Array:
+        """x [B, L, hidden] with a part of the features in the images' rows, divided by `scale`."""
+        rows = x.flatten(0, 1)
+        hidden = rows.shape[-1]
+        features = self.features[:, part * hidden : (part + 1) * hidden]
+        rows[self.index] = (features / scale).astype(x.dtype)
+        return rows.reshape(x.shape)
+
+    def add(self, x: Array, part: int) -> Array:
+        """x [B, L, hidden], to which a part of the features is added in the images' rows."""
+        rows = x.flatten(0, 1)
+        hidden = rows.shape[-1]
+        features = self.features[:, part * hidden : (part + 1) * hidden]
+        rows = rows.at[self.index].add(features.astype(x.dtype))
+        return rows.reshape(x.shape)
+
+
+class _Mixed:
+    """Mixed into the class of a module that sees images through the view."""
+
+    _view: View
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+class Embedding(_Mixed):
+    """`embed_tokens`: ids below 0 take the features of images."""
+
+    _scale: float = 1.0
+
+    def __call__(self, ids: Array) -> Any:
+        images = self._view.images
+        if images is None:
+            return self._plain(ids)
+        return images.put(self._plain(mx.maximum(ids, 0)), 0, self._scale)
+
+
+class PerLayerEmbedding(_Mixed):
+    """Gemma's `embed_tokens_per_layer`: those of images are token 0's."""
+
+    def __call__(self, ids: Array) -> Any:
+        return self._plain(ids if self._view.images is None else mx.maximum(ids, 0))
+
+
+class Deepened(_Mixed):
+    """A decoder layer after which features are added, as Qwen3-VL's first ones (deepstack)."""
+
+    _part: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._plain(*args, **kwargs)
+        images = self._view.images
+        return out if images is None else images.add(out, self._part)
+
+
+class Rope(_Mixed):
+    """Rotary positions in three axes: each frequency turns by one of them."""
+
+    _axes: Array  # int32 [head dim]: of each dimension
+
+    def __call__(self, x: Array, offset: Any = 0) -> Any:
+        images = self._view.images
+        if images is None or images.positions is None:
+            return self._plain(x, offset=offset)
+        batch, heads, length, dim = x.shape
+        rows = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, dim)
+        time, height, width = [self._plain(rows, offset=axis) for axis in images.positions]
+        turned = mx.where(self._axes == 1, height, mx.where(self._axes == 2, width, time))
+        return turned.reshape(batch, length, heads, dim).transpose(0, 2, 1, 3)
+
+
+def mix(module: Any, kind: type[_Mixed], view: View, **values: Any) -> None:
+    """Let a module see images through the view."""
+    module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+    for name, value in {"_view": view, **values}.items():
+        object.__setattr__(module, name, value)
+
+
+def axes_of(sections: Sequence[int], dims: int, head_dim: int) -> Array:
+    """int32 [head dim]: 0 for time, 1 for height, 2 for width: of `dims` rotated dimensions whose
+    frequencies take turns, as many of each axis as its section says (Qwen3-VL,
+    https://arxiv.org/abs/2511.21631)."""
+    half = [0 for _ in range(dims // 2)]
+    for axis in (1, 2):
+        for i in range(axis, min(3 * sections[axis], dims // 2), 3):
+            half[i] = axis
+    return mx.array([*half, *half, *(0 for _ in range(head_dim - dims))])
+
+
+class Eyes:
+    """A model's tower, and the features of the images that were seen last. Engine thread only."""
+
+    def __init__(self, model: nn.Module, tower: nn.Module, config: Json, view: View) -> None:
+        """Raises UnsupportedModel where the text model has no place for images."""
+        self.tower = tower
+        self.view = view
+        self._features: OrderedDict[bytes, Array] = OrderedDict()
+        trunk = trunk_of(model)
+        embed = trunk.get("embed_tokens")
+        if embed is None:
+            raise UnsupportedModel("the model has no embed_tokens; images are left out")
+        mix(embed, Embedding, view, _scale=float(getattr(trunk, "embed_scale", 1.0)))
+        if (inner := trunk.get("embed_tokens_per_layer")) is not None:
+            mix(inner, PerLayerEmbedding, view)
+        layers = list(layers_in(trunk))
+        deep = config["vision_config"].get("deepstack_visual_indexes") or []
+        for part, layer in enumerate(layers[: len(deep)], start=1):
+            mix(layer, Deepened, view, _part=part)
+        text = config.get("text_config") or config
+        scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        sections = scaling.get("mrope_section")
+        self.turns = sections is not None  # positions have three axes
+        if sections:
+            for layer in layers:
+                attention = layer.get("self_attn")
+                if attention is not None:
+                    rope = attention["rope"]
+                    axes = axes_of(sections, rope.dims, attention.head_dim)
+                    mix(rope, Rope, view, _axes=axes)
+
+    def features(self, image: Any) -> Array:
+        """[tokens, hidden * (1 + deep)] of an image: computed once while it is remembered."""
+        found = self._features.pop(image.digest, None)
+        if found is None:
+            dtype = self.dtype
+            found = self.tower(mx.array(image.patches).astype(dtype), image.rows, image.columns)
+            mx.eval(found)
+        self._features[image.digest] = found
+        while sum(each.nbytes for each in self._features.values()) > CACHED_BYTES:
+            self._features.popitem(last=False)
+        return found
+
+    @property
+    def dtype(self) -> Any:
+        """Of the tower's patches: that of its norms, as matrices may be quantized."""
+        return next(array.dtype for array in _floats(self.tower))
+
+    def look(self, spans: Sequence[Any], length: int = 0) -> ImageRows | None:
+        """The rows of images in a pass of these spans, `length` rows each, 0: their own; None if
+        there is none. A span's `images` are those of its prompt."""
+        index: list[int] = []
+        features: list[Array] = []
+        first = 0
+        for span in spans:
+            stop = span.start + span.count
+            for image in span.images:
+                if image.start < stop and span.start < image.stop:
+                    rows, part = _part_of(span, image)
+                    index += [first + row for row in rows]
+                    features.append(self.features(image.image)[part])
+            first += length or span.rows
+        if not index:
+            return None
+        positions = self._positions(spans, length) if self.turns else None
+        return ImageRows(mx.array(index, mx.int32), mx.concatenate(features), positions)
+
+    def _positions(self, spans: Sequence[Any], length: int) -> Array:
+        columns = [positions_of(span, length or span.rows) for span in spans]
+        return mx.array(np.concatenate(columns, axis=1))
+
+
+def _part_of(span: Any, image: Any) -> tuple[list[int], slice]:
+    """Which rows of a span an image has, and which of its features these are."""
+    ids = np.array(span.tokens[image.start : image.stop]) < 0
+    low, high = max(span.start, image.start), min(span.start + span.count, image.stop)
+    before = int(ids[: low - image.start].sum())
+    rows = np.flatnonzero(ids[low - image.start : high - image.start]) + low - span.start
+    return rows.tolist(), slice(before, before + len(rows))
+
+
+def positions_of(span: Any, length: int) -> np.ndarray:
+    """int32 [3, length]: the positions of a span's rows by time, height and width. Those of an
+    image begin together where it begins, and count its rows and columns; behind it they go on
+    behind the larger of both (Qwen2-VL, https://arxiv.org/abs/2409.12191)."""
+    at = np.arange(span.start, span.start + length)
+    axes = np.stack([at, at, at]) + shift_of(span.images, span.start)
+    for image in span.images:
+        if image.stop <= span.start:
+            continue
+        inside = (at >= image.start) & (at < image.stop)
+        begin = image.start + shift_of(span.images, image.start)
+        k = at[inside] - image.start
+        axes[:, inside] = [begin + 0 * k, begin + k // image.columns, begin + k % image.columns]
+        axes[:, at >= image.stop] += size_of(image) - (image.stop - image.start)
+    return axes.astype(np.int32)
+
+
+def size_of(image: Any) -> int:
+    """How many positions an image takes."""
+    return max(image.rows, image.columns)
+
+
+def shift_of(images: Sequence[Any], at: int) -> int:
+    """By how much the position of the prompt's row `at` differs from its index: 0 or less."""
+    return sum(size_of(each) - (each.stop - each.start) for each in images if each.stop <= at)
+
+
+def _floats(tower: nn.Module) -> Iterator[Array]:
+    from mlx.utils import tree_flatten
+
+    leaves: Any = tree_flatten(tower.parameters())
+    return (array for _, array in leaves if mx.issubdtype(array.dtype, mx.floating))

@@ -1,0 +1,248 @@
+"""Images of a prompt: from a file's bytes to patches, and to the token ids that stand for them.
+
+Rule: the ids of an image's rows are negative, 31 bits of its digest each, so that two prompts have
+equal ids exactly where their texts and pixels are equal; prefix cache, disk and scheduler know no
+images.
+"""
+
+import io
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from hashlib import blake2b, shake_128
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxspec.files import read_json
+from mlxspec.text.messages import RejectedRequest
+from mlxspec.types import Json, line_of
+
+MARKER = "\ufdd1"  # around the digest of an image in a text; Unicode assigns no character to it
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_DECODED = 1 << 26  # pixels of a file: as RGB 192 MiB
+MAX_RATIO = 200  # of the sides
+CACHED_BYTES = 256 << 20  # of patches that are kept for the next turns
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """An image as a tower reads it. `patches`: float32 [rows * columns, patch * patch * 3], row by
+    row, each pixel's channels together. `digest`: of all of it."""
+
+    patches: np.ndarray
+    rows: int
+    columns: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Where an image stands in a prompt: ids `start` to `stop`, of which the negative ones are its
+    rows, in order. `rows` and `columns` are counted in these."""
+
+    start: int
+    stop: int
+    image: Image
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReader:
+    """How a family reads images: files.py's preprocessor_config.json or processor_config.json name
+    the figures. `merge`: so many patches squared are one row of the model. `pixels` are the least
+    and the most after scaling, `longest` bounds a side; 0: no bound. `fills`: an image is scaled up
+    to `pixels`, as Gemma's are. `placeholder` is the template's text for an image, with `token` in
+    it; `before`, `row_end` and `after` are ids beside an image's rows."""
+
+    patch: int
+    merge: int
+    pixels: tuple[int, int]
+    placeholder: str
+    token: str
+    longest: int = 0
+    fills: bool = False
+    mean: tuple[float, ...] = HALF
+    std: tuple[float, ...] = HALF
+    before: tuple[int, ...] = ()
+    row_end: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """The size in pixels to which an image is scaled: whole squares of patches."""
+        side = self.patch * self.merge
+        least, most = self.pixels
+        if self.fills:
+            factor = math.sqrt(most / (height * width))
+            rows, columns = [math.floor(factor * n / side) for n in (height, width)]
+            limit = most // side**2
+            rows = rows or 1
+            if not columns:
+                rows, columns = min(height // width, limit), 1
+            elif factor * height < side:
+                columns = min(width // height, limit)
+            return rows * side, columns * side
+        if self.longest:
+            ratio = max(height, width) / self.longest
+            ratio = max(ratio, math.sqrt(height * width / most))
+            if ratio > 1:
+                height, width = math.floor(height / ratio), math.floor(width / ratio)
+            return -(-max(1, height) // side) * side, -(-max(1, width) // side) * side
+        rows, columns = round(height / side), round(width / side)
+        area = rows * columns * side**2
+        if area > most or area < least:
+            factor = math.sqrt((most if area > most else least) / (height * width)) / side
+            whole = math.floor if area > most else math.ceil
+            rows, columns = [max(1, whole(factor * n)) for n in (height, width)]
+        return rows * side, columns * side
+
+    def read(self, data: bytes, field: str) -> Image:
+        """The image of a file. Raises RejectedRequest, naming `field`."""
+        from PIL import Image as Pillow  # 30 ms that text needs not pay
+
+        try:
+            with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
+                _check_size(picture.size, field)
+                width, height = picture.size
+                rows, columns = self.size(height, width)
+                scaled = _rgb(picture).resize((columns, rows), Pillow.Resampling.BICUBIC)
+        except RejectedRequest:
+            raise
+        except Exception as error:  # whatever a broken file makes Pillow raise
+            raise _rejected(field, f"cannot be read: {line_of(error)}") from error
+        pixels = np.asarray(scaled, np.float32) / 255
+        pixels = (pixels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        rows, columns = rows // self.patch, columns // self.patch
+        patches = pixels.reshape(rows, self.patch, columns, self.patch, 3)
+        patches = patches.transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
+        digest = blake2b(patches.tobytes() + bytes(f"{rows}x{columns}", "ascii"), digest_size=16)
+        return Image(patches, rows, columns, digest.digest())
+
+    def span(self, image: Image, start: int) -> tuple[list[int], ImageSpan]:
+        """The ids of an image whose first stands at `start`, and where it is."""
+        rows, columns = image.rows // self.merge, image.columns // self.merge
+        own = negative_ids(image.digest, rows * columns)
+        ids = list(self.before)
+        for row in range(rows):
+            ids += own[row * columns : (row + 1) * columns]
+            if row < rows - 1:
+                ids += self.row_end
+        ids += self.after
+        return ids, ImageSpan(start, start + len(ids), image, rows, columns)
+
+
+def negative_ids(digest: bytes, count: int) -> list[int]:
+    """The ids of the rows of an image, int32 below 0."""
+    bits = np.frombuffer(shake_128(digest).digest(4 * count), np.int32)
+    return [int(each) for each in bits | np.int32(-(1 << 31))]
+
+
+def _check_size(size: tuple[int, int], field: str) -> None:
+    width, height = size
+    if width * height > MAX_DECODED:
+        why = f"has {width} x {height} pixels, more than {MAX_DECODED}; send a smaller one"
+        raise _rejected(field, why)
+    if max(size) > MAX_RATIO * min(size):
+        why = f"has {width} x {height} pixels; send one that is at most {MAX_RATIO} times as long"
+        raise _rejected(field, f"{why} as wide")
+
+
+def _rgb(picture: Any) -> Any:
+    """The first frame as it is meant to be seen: turned as its EXIF data say, on white where it is
+    transparent, 16 bits as 8."""
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode.startswith("I"):
+        values = np.asarray(picture)
+        deep = values.max(initial=0) > 255
+        picture = Pillow.fromarray((values >> 8 if deep else values).astype(np.uint8))
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        white = Pillow.new("RGBA", picture.size, "white")
+        picture = Pillow.alpha_composite(white, picture)
+    return picture.convert("RGB")
+
+
+def _rejected(field: str, why: str) -> RejectedRequest:
+    return RejectedRequest(field, f"{field}: the image {why}")
+
+
+@dataclass(slots=True)
+class ImageCache:
+    """Images that were read last, by the digest of their files: an agent sends each of them again
+    in every turn. Bounded in bytes. Text thread only."""
+
+    reader: ImageReader
+    _images: OrderedDict[str, Image] = field(default_factory=OrderedDict)
+
+    def read(self, digest: str, data: bytes, field: str) -> Image:
+        """The image of a file with this digest. Raises RejectedRequest, naming `field`."""
+        image = self._images.pop(digest, None) or self.reader.read(data, field)
+        self._images[digest] = image
+        while sum(each.patches.nbytes for each in self._images.values()) > CACHED_BYTES:
+            self._images.popitem(last=False)
+        return image
+
+
+def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
+    """How the model in a directory reads images, scaled down to `most` pixels; None where its
+    family is unknown."""
+    files = read_json(path / "processor_config.json")
+    given = files.get("image_processor") or read_json(path / "preprocessor_config.json")
+    vision = config.get("vision_config") or {}
+    patch = vision.get("patch_size", 16)
+    mean, std = (tuple(given.get(key) or HALF) for key in ("image_mean", "image_std"))
+    size = given.get("size") or {}
+    kind = config.get("model_type", "")
+    if kind in ("mistral3", "pixtral"):
+        vocabulary = read_json(path / "tokenizer.json").get("added_tokens") or []
+        ids = {token["content"]: token["id"] for token in vocabulary}
+        return ImageReader(
+            patch,
+            config.get("spatial_merge_size", 1),
+            (0, most),
+            "[IMG]",
+            "[IMG]",
+            longest=size.get("longest_edge") or vision.get("image_size", 1540),
+            mean=tuple(given.get("image_mean") or CLIP_MEAN),
+            std=tuple(given.get("image_std") or CLIP_STD),
+            row_end=_ids(ids, "[IMG_BREAK]"),
+            after=_ids(ids, "[IMG_END]"),
+        )
+    if kind.startswith("qwen3"):
+        least = size.get("shortest_edge") or given.get("min_pixels") or 1 << 16
+        limit = size.get("longest_edge") or given.get("max_pixels") or 1 << 24
+        return ImageReader(
+            patch,
+            vision.get("spatial_merge_size", 2),
+            (least, max(least, min(limit, most))),
+            "<|vision_start|><|image_pad|><|vision_end|>",
+            "<|image_pad|>",
+            mean=mean,
+            std=std,
+        )
+    if kind == "gemma4":
+        merge = vision.get("pooling_kernel_size", 3)
+        tokens = given.get("max_soft_tokens") or config.get("vision_soft_tokens_per_image", 280)
+        return ImageReader(
+            patch,
+            merge,
+            (0, min(tokens * (merge * patch) ** 2, most)),
+            "<|image|>",
+            "<|image|>",
+            fills=True,
+            before=(config.get("boi_token_id", 255999),),
+            after=(config.get("eoi_token_id", 258882),),
+        )
+    return None
+
+
+def _ids(known: dict[str, int], *tokens: str) -> tuple[int, ...]:
+    return tuple(known[token] for token in tokens if token in known)

@@ -81,9 +81,7 @@ class Config:
         kind="model",
     )
     name: str = option(
-        "",
-        "Name of the (first) model in the API; empty: the model's own name.",
-        kind="name",
+        "", "Name of the (first) model in the API; empty: the model's own name.", kind="name"
     )
     host: str = option(
         "127.0.0.1",
@@ -126,17 +124,9 @@ class Config:
         16,
         low=1,
     )
-    max_sequences: int = option(
-        16,
-        "Maximum number of sequences in a batch.",
-        256,
-        low=1,
-    )
+    max_sequences: int = option(16, "Maximum number of sequences in a batch.", 256, low=1)
     max_queue: int = option(
-        64,
-        "Maximum number of waiting requests; more get status 429.",
-        4096,
-        low=1,
+        64, "Maximum number of waiting requests; more get status 429.", 4096, low=1
     )
     context: int = option(
         0,
@@ -188,7 +178,25 @@ class Config:
     )
     strict_content: bool = option(
         False,
-        "Refuse images and files; off: text files are read, other content is replaced by a note.",
+        "Refuse files, and images that the model cannot see; off: text files are read, other"
+        " content is replaced by a note.",
+    )
+    vision: bool = option(
+        True,
+        "Let models see images; auto: those with a vision tower that can be read; off: saves its"
+        " memory.",
+        choices=("auto", "off"),
+    )
+    max_image_pixels: int = option(
+        2_100_000,
+        "Most pixels of an image that the model gets; larger ones are scaled down.",
+        2**26,
+        low=4096,
+        kind="pixels",
+    )
+    fetch_images: bool = option(
+        False,
+        "Fetch images that requests name by http(s) URLs, from public addresses alone.",
     )
     speculate: bool = option(True, "Speculative decoding, where it pays.")
     exact: str = option(
@@ -231,10 +239,7 @@ class Config:
         kind="seconds",
     )
     drain_s: float = option(
-        30.0,
-        "Seconds for running requests to finish at shutdown.",
-        3600,
-        kind="seconds",
+        30.0, "Seconds for running requests to finish at shutdown.", 3600, kind="seconds"
     )
     cache_dir: str = option(
         "",
@@ -253,10 +258,7 @@ class Config:
         " `mlxspec train`.",
     )
     log_level: str = option(
-        "info",
-        "Log level.",
-        choices=("debug", "info", "warning", "error"),
-        kind="level",
+        "info", "Log level.", choices=("debug", "info", "warning", "error"), kind="level"
     )
 
     @property

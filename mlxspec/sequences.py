@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxspec.types import MAX_DEPTH, Finish, Logprob, Pooling, Request, Sampling
+from mlxspec.types import MAX_DEPTH, Finish, ImageSpan, Logprob, Pooling, Request, Sampling
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class SeqState:
     index: int = 0
     prompt_len: int = 0
     pooling: Pooling = ""
+    images: Sequence[ImageSpan] = ()  # of its prompt
     recurrent: Any = None  # of recurrent layers, after its rows; the solo layout's own caches
     batch: Any = None  # the batch that `recurrent` is a slice of
     counts: Any = None  # token counts for penalties: the sampler's
@@ -120,7 +121,13 @@ class Seq:
 
     def __post_init__(self) -> None:
         asked = self.request
-        self.kept = SeqState(asked.sampling, self.index, self.prompt_len, pooling=asked.pooling)
+        self.kept = SeqState(
+            asked.sampling,
+            self.index,
+            self.prompt_len,
+            pooling=asked.pooling,
+            images=asked.images,
+        )
 
     @property
     def prompt_len(self) -> int:

@@ -66,6 +66,32 @@ class Sampling:
         return self.repetition_penalty != 1.0 or bool(counted)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """An image as a vision tower reads it. `patches`: uint8 [rows * columns, patch * patch * 3],
+    numpy's, row by row, each pixel's channels together, of which the tower gets (patches / 255 -
+    mean) / std. `digest`: of all of it."""
+
+    patches: Any
+    rows: int
+    columns: int
+    digest: bytes
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Where an image stands in a prompt: ids `start` to `stop`, of which the negative ones are its
+    rows, in order. `rows` and `columns` are counted in these."""
+
+    start: int
+    stop: int
+    image: Image
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request, in token ids. `n` choices share the prompt's blocks.
@@ -87,6 +113,7 @@ class Request:
     grammar: Callable[[], Any] | None = None
     model: str = ""  # its served name; empty: the default
     pooling: Pooling = ""
+    images: tuple[ImageSpan, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +169,7 @@ class ModelInfo:
     created: int = 0  # unix seconds
     exact: str = ""  # whether a token's logits depend on what else a step has, and why
     exact_rows: int = 0  # of a step, up to which they do not
+    sees: bool = False  # images
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,11 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest for a prompt without room for an answer, and for
-        an embedding where hidden states cannot be read."""
+        an embedding where hidden states cannot be read, and images where nothing sees them."""
         if request.pooling and not self.runner.trunk:
             raise InvalidRequest("this model's hidden states cannot be read; embed with another")
+        if request.images and not self.runner.eyes:
+            raise InvalidRequest("this model turned out to read text only; send it again")
         self.scheduler.add(request)
 
     def abort(self, request: str, index: int | None = None) -> Outputs:

@@ -26,6 +26,7 @@ from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
 from mlxspec.load.exact import UNPROVEN, Exactness, examine
 from mlxspec.load.measuring import Measuring
 from mlxspec.load.plan import MemoryPlan, Room, make_plan
+from mlxspec.load.vision import open_eyes, open_tower, tower_bytes
 from mlxspec.load.warmup import (
     PromptStore,
     WarmupCache,
@@ -46,6 +47,7 @@ from mlxspec.model.layout import (
 )
 from mlxspec.model.mirror import runner_type
 from mlxspec.model.parallel import ALONE, ProcessGroup
+from mlxspec.model.vision.seam import Eyes
 from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
@@ -68,19 +70,23 @@ def load_engine(
     UnsupportedModel."""
     began = time.perf_counter()
     model, context = _open(path, config, group)
+    tower = open_tower(path, config, group)
     drafting = load_drafting(model, path, draft=draft, config=config)
     room = _agree_on_room(config, context, reserved=reserved, group=group)
-    _check_fits(model, drafting, room=room, group=group)
+    _check_fits(model, tower, drafting, room=room, group=group)
     _read_weights(model, drafting, group)
     cache = _find_layout(model, path, config=config, group=group)
-    plan = _plan_memory(model, drafting, layout=cache.layout, room=room)
+    eyes = open_eyes(model, tower, cache, path=path, config=config)
+    plan = _plan_memory(model, eyes, drafting, layout=cache.layout, room=room)
     cases = _recall_kernels(model, drafting, layout=cache.layout, config=config, group=group)
     exact = _find_exactness(model, cache, config, group)
     facts = _agree_on_pools(plan, cache.layout, config=config, group=group)
     if exact and exact.used(config.exact):
         facts |= {"exact": str(exact.invariance)}
     engine, info = _build(model, name, layout=cache.layout, plan=plan, room=room, group=group)
+    engine.runner.see(eyes)
     info = _keep_exact(engine, info, exact=exact, config=config)
+    info = replace(info, sees=eyes is not None)
     measuring = Measuring(
         engine=engine,
         cache=cache,
@@ -124,12 +130,19 @@ def _agree_on_room(config: Config, context: int, reserved: int, group: ProcessGr
     return Room(config, context, free)
 
 
-def _check_fits(model: Module, drafting: Drafting, room: Room, group: ProcessGroup) -> None:
+def _check_fits(
+    model: Module,
+    tower: Module | None,
+    drafting: Drafting,
+    room: Room,
+    group: ProcessGroup,
+) -> None:
     """Check that weights and the least caches fit into memory, before weights are read; a head
     that does not fit is left out. Raises OutOfMemory."""
-    drafting.fit_into(room, weights(model))  # with some models, geometry() reads weights
+    size = weights(model) + tower_bytes(tower)
+    drafting.fit_into(room, size)  # with some models, geometry() reads weights
     group.gather("planned")
-    drafting.fit_into(room, weights(model), geometry(model, room.config.kv_bits, group))
+    drafting.fit_into(room, size, geometry(model, room.config.kv_bits, group))
     group.gather("planned")  # a rank without memory says so before the others read arrays
 
 
@@ -198,6 +211,7 @@ def _keep_exact(
 
 def _plan_memory(
     model: Module,
+    eyes: Eyes | None,
     drafting: Drafting,
     layout: LayoutChoice,
     room: Room,
@@ -205,9 +219,10 @@ def _plan_memory(
     """The plan with what the layouts really keep; what cannot draft in them is left out. Raises
     UnsupportedModel."""
     drafting.fit_to(layout)
-    drafting.fit_into(room, weights(model), layout.cache_bytes)
+    size = weights(model) + tower_bytes(eyes.tower if eyes else None)
+    drafting.fit_into(room, size, layout.cache_bytes)
     cached = drafting.beside(layout.cache_bytes)
-    return make_plan(room, weights(model) + drafting.nbytes, cached)
+    return make_plan(room, size + drafting.nbytes, cached)
 
 
 def _recall_kernels(

@@ -39,6 +39,7 @@ class WarmupCache(BaseModel):
     drafts: dict[str, DraftCosts] = {}
     exact: Exactness | None = None
     exact_kernels: str = ""  # with which it was found
+    blind: str | None = None  # why the model cannot see images; "": it can, None: not tried
     file: Path = Field(default=Path(), exclude=True)  # where it is kept
 
     @classmethod

@@ -4,7 +4,7 @@ Rule: the host builds plain lists, which is faster for few rows than numpy; only
 step in flight is lazy.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import ceil
@@ -106,14 +106,23 @@ class Forward(Generic[S]):
 Step = Forward[Entry]  # of a plan
 
 
-def build_inputs(spans: Spans, previous: Forward[S] | None, shift: Shift) -> Array:
-    """Input tokens int32 [T] of the spans. Tokens in flight are taken lazily from `previous`."""
+def build_inputs(
+    spans: Spans,
+    previous: Forward[S] | None,
+    shift: Shift,
+    sees: bool = False,
+) -> Array:
+    """Input tokens int32 [T] of the spans. Tokens in flight are taken lazily from `previous`. The
+    rows of images are below 0 if the model `sees` them, else 0."""
     host: list[int] = []  # with a 0 for each token in flight and each lazy draft
     lazy: list[tuple[int, Array]] = []  # drafts, and where they begin
     pending: list[int] = []  # spans whose last known token is in flight,
     targets: list[int] = []  # and where it goes
     for n, e in enumerate(spans):
-        host += e.tokens[e.start : e.start + e.count]
+        known = e.tokens[e.start : e.start + e.count]
+        if e.kept.images and not sees:
+            known = [max(0, token) for token in known]
+        host += known
         if e.pending:
             pending.append(n)
             targets.append(len(host))
@@ -136,6 +145,26 @@ def build_inputs(spans: Spans, previous: Forward[S] | None, shift: Shift) -> Arr
     for first, tokens in lazy:
         ids[first : first + len(tokens)] = tokens
     return ids
+
+
+def nans_of(
+    batch: Spans,
+    length: int,
+    keys: Array | None,
+    states: Iterable[Array],
+) -> Iterator[NaNs]:
+    """What tells whether rows of a forward that are not sampled are finite: what it has written
+    last, `keys` and recurrent `states`, since NaN in a row's hidden state stays there in all layers
+    after."""
+    parts = unsampled(batch, length)
+    if not parts:
+        return
+    if keys is not None:
+        yield mx.isnan(keys).any(axis=(1, 3)).flatten(), parts
+    places = {e: n for n, e in enumerate(batch)}
+    for array in states:
+        found = mx.isnan(array.reshape(len(batch), -1)).any(axis=1)
+        yield found, [(e, slice(places[e], places[e] + 1)) for e, _ in parts]
 
 
 def bucket(span: Span, block_size: int, length: int = 0) -> tuple[int, int]:

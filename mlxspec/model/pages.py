@@ -32,7 +32,8 @@ class View:
     are handed back gathered, of one group at a time. `kv_bits`: 8 or 4 bits per value in the pools;
     0: as computed. `last_keys` are K as the last layer that has some computed them,
     [B, kv_heads, L, D]: NaN in a row if anything before was not finite there. `invariant`: a row's
-    bits must not depend on the forward's other rows. `recorded`: see model/invariant.
+    bits must not depend on the forward's other rows. `recorded`: see model/invariant. `images`: the
+    rows of images in the forward, ImageRows; None: there are none.
     """
 
     block_size: int
@@ -51,6 +52,7 @@ class View:
     invariant: bool = False
     by_our_kernel: bool = False  # while invariant
     recorded: Any = None
+    images: Any = None
     by_kernel: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
 
     def slots_of(self, blocks: Sequence[int]) -> Array:

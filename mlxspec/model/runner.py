@@ -7,7 +7,7 @@ of prompts of equal rows are others; `gather` likewise, with K/V handed back den
 mlx-lm's own caches.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -25,18 +25,19 @@ from mlxspec.model.batch import (
     bucket,
     build_inputs,
     fill_view,
+    nans_of,
     own_rows,
     padded_rows,
     runs_of,
     sampled_rows,
     starts_of,
-    unsampled,
 )
 from mlxspec.model.invariant import Invariance
 from mlxspec.model.pages import Pages, View, arrays_in, flat_caches, pools_of, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk
+from mlxspec.model.vision.seam import Eyes
 from mlxspec.sequences import Span, Spans
 from mlxspec.types import FINAL_NORM, STATE, Tap
 
@@ -91,6 +92,7 @@ class Runner:
         # saved together.
         self.adopted: Sequence[Pages] = ()
         self.complete = True  # no head has failed, whose K and V blocks would lack
+        self.eyes: Eyes | None = None  # of a model that sees images
         self.keep_invariant(invariance)
 
     def keep_invariant(self, invariance: Invariance | None) -> None:
@@ -98,6 +100,12 @@ class Runner:
         self.invariance = invariance
         self.view.by_our_kernel = invariance is not None and invariance.by_kernel
         invariant.install(self.model, self.view, invariance)
+
+    def see(self, eyes: Eyes | None) -> None:
+        """Let the model see images from now on."""
+        self.eyes = eyes
+        if eyes:
+            eyes.attach(self.view)
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Without a trunk there are none,
@@ -236,7 +244,7 @@ class Runner:
             shift = previous.shift_of(plan)
             owners = [n for n, e in enumerate(plan) for _ in range(e.sampled)]
             row_shift = shift[mx.array(owners)]
-        ids = build_inputs(plan, previous, shift)
+        ids = build_inputs(plan, previous, shift, sees=True)
         asked = self.view.taps
         pooling = [e for e in plan if e.kept.pooling]
         if pooling:
@@ -357,6 +365,8 @@ class Runner:
         else:
             self.grow()
             fill_view(view, batch, shift, length=length)
+            if self.eyes:
+                self.eyes.look(batch, shift, length)
             if length:  # mlx-lm's layers ask for the first position of each sequence
                 view.positions = view.positions[::length]
         view.sampled = sampled = sampled_rows(batch, length)
@@ -366,10 +376,10 @@ class Runner:
             self.states.load(batch)
             logits: Array = self.model(ids.reshape(-1, length or 1), cache=caches)
             states = self.states.store(batch, view.tapped)
-            nans += self._nans(batch, length)
+            nans += nans_of(batch, length, view.last_keys, self.states.last_layer())
         finally:
             self.states.release()
-            view.sampled = view.last_keys = None
+            view.sampled = view.last_keys = view.images = None
             view.invariant = False
             recurrent.one_by_one.set(False)
         logits = logits.flatten(0, 1)
@@ -384,17 +394,3 @@ class Runner:
             pools = pools_of(self.pages()) if self._several else []
             mx.async_eval(logits, *states, *pools, [found for found, _ in nans])
         return logits
-
-    def _nans(self, batch: Spans, length: int) -> Iterator[NaNs]:
-        """What tells whether rows of a forward that are not sampled are finite: what it has written
-        last, since NaN in a row's hidden state stays there in all layers after."""
-        parts = unsampled(batch, length)
-        if not parts:
-            return
-        keys = self.view.last_keys
-        if keys is not None:
-            yield mx.isnan(keys).any(axis=(1, 3)).flatten(), parts
-        places = {e: n for n, e in enumerate(batch)}
-        for array in self.states.last_layer():
-            found = mx.isnan(array.reshape(len(batch), -1)).any(axis=1)
-            yield found, [(e, slice(places[e], places[e] + 1)) for e, _ in parts]

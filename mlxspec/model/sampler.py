@@ -200,7 +200,11 @@ def _host_counts(span: Span, upto: int, vocab: int) -> Array:
     if upto > counted:
         generated = mx.arange(counted, upto) >= kept.prompt_len
         new = mx.array(span.tokens[counted:upto])
-        counts = counts.at[generated.astype(mx.int32), new].add(1.0)
+        ones: Array | float = 1.0
+        if kept.images:  # their rows are no tokens
+            ones = (new >= 0).astype(mx.float32)
+            new = mx.maximum(new, 0)
+        counts = counts.at[generated.astype(mx.int32), new].add(ones)
         kept.counts = upto, counts
     found: Array = counts
     return found

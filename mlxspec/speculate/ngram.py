@@ -22,7 +22,7 @@ MAX_CANDIDATES = 12  # latest occurrences of an n-gram that are compared
 MAX_MATCH = 64  # tokens that a comparison goes back
 NOWHERE = 1 << 62  # a position after every text
 MAX_MISSES = 4  # rounds without an accepted token after which a copy is given up
-SEPARATOR = -1  # between texts; equal to no token
+SEPARATOR = -1  # between texts; equal to no token. What is below 0 is not copied: images neither
 
 CORPUS_TOKENS = 1 << 17  # of past outputs; about 30 MB with their index
 CONTEXT = 8  # tokens of a prompt's end that are kept with the output that followed
@@ -65,7 +65,7 @@ class Index:
             for end in self._ends.get(key, [])[-MAX_CANDIDATES:]:
                 length = self._common(context, end)
                 following = self.tokens[end + 1 : end + 2]
-                if length >= size and following not in ([], [SEPARATOR]):
+                if length >= size and following and following[0] >= 0:
                     found.append((length, end))
             if found:
                 return sorted(found, reverse=True)
@@ -85,7 +85,7 @@ class Index:
         A token's acceptance rate depends on the source and on the tokens that match if those before
         it are right."""
         text = cycle(self.tokens[end + 1 : end + 1 + most])
-        tokens = tuple(takewhile(lambda token: token != SEPARATOR, islice(text, most)))
+        tokens = tuple(takewhile(lambda token: token >= 0, islice(text, most)))
         keys = [(source, bucket(match + i)) for i in range(len(tokens))]
         return Proposal(source, rate_keys=keys, tokens=tokens)
 
@@ -127,7 +127,7 @@ class Lookup:
             self._cursor = found[0][1] + 1
             return self._index.copy("lookup", *found[0], most)
         following = tokens[self._cursor : self._cursor + 1]
-        if self._misses >= MAX_MISSES or following in ([], [SEPARATOR]):
+        if self._misses >= MAX_MISSES or not following or following[0] < 0:
             return None
         return self._index.copy("resume", 0, self._cursor - 1, most=most)
 

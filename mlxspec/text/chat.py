@@ -22,6 +22,7 @@ from mlxspec.text.control_tokens import encode as encode_rendered
 from mlxspec.text.detokenizer import token_bytes
 from mlxspec.text.formats import PROBE_TOOLS, format_of, has_tokens, is_harmony
 from mlxspec.text.history import History
+from mlxspec.text.images import ImageEncoder, ImageReader, Images
 from mlxspec.text.messages import (
     Messages,
     RejectedRequest,
@@ -35,7 +36,7 @@ from mlxspec.text.messages import (
 from mlxspec.text.rewrites import GENTLE, Rewrite, apply_rewrites, rewrites_for, tools_as_text
 from mlxspec.text.template import apply_template, template_reads
 from mlxspec.text.tool_calls import as_object
-from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
+from mlxspec.types import ImageSpan, InvalidRequest, Json, Sampling, blame, shown, too_long
 
 Tokenizer = TokenizerWrapper  # the server's name for it
 
@@ -146,23 +147,26 @@ def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> N
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Canonical messages, the tools that may be called, and further variables of the template.
-    `continued`: the last message is an answer to continue."""
+    `continued`: the last message is an answer to continue. `images` stand in the messages by their
+    markers."""
 
     messages: Messages
     tools: Tools = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     continued: bool = False
+    images: Images = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as the template renders it, with the marks of control_tokens.py, and its token
-    ids. `thinking`: its end opens the reasoning; False: it closes it; None: the answer may open
-    it."""
+    """A conversation as the template renders it, with the marks of control_tokens.py and the
+    markers of images, and its token ids. `thinking`: its end opens the reasoning; False: it closes
+    it; None: the answer may open it."""
 
     text: str
     ids: list[int]
     thinking: bool | None
+    images: tuple[ImageSpan, ...] = ()
 
 
 def conversation_of(
@@ -195,21 +199,29 @@ def render(
     generation_prompt: bool = True,
     context: int = 0,
     field: str = "messages",
+    image_reader: ImageReader | None = None,
 ) -> RenderedPrompt:
     """The prompt of a conversation, with `generation_prompt` up to the assistant's turn. Raises
     RejectedRequest for the messages, and TooLong for `field` if the text is far longer than
-    `context` tokens; 0: any length."""
+    `context` tokens; 0: any length. `image_reader`: of a model that sees images."""
     if context:  # before rendering, which may be tried in several forms
         texts = [m["content"] for m in conversation.messages if m["role"] != "assistant"]
         check_length(tokenizer, "".join(texts), context, field)
     text = _render(tokenizer, conversation, generation_prompt)
     if context:
         check_length(tokenizer, text, context, field)
-    ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
+    encode_text = partial(encode_rendered, tokenizer)
+    images: tuple[ImageSpan, ...] = ()
+    if conversation.images and image_reader:
+        encoder = ImageEncoder(image_reader, conversation.images)
+        ids = history.encode(text, lambda piece: encoder.encode(piece, encode_text))
+        images = encoder.spans(ids)
+    else:
+        ids = history.encode(text, encode_text)
     end, form = text.rstrip(), format_of(tokenizer)
     decided = form.think_start and end.endswith((form.think_start, form.think_end))
     thinking = end.endswith(form.think_start) if decided else None
-    return RenderedPrompt(text, ids, thinking)
+    return RenderedPrompt(text, ids, thinking, images)
 
 
 def render_chat(

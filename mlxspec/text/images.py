@@ -2,12 +2,14 @@
 
 Rule: the ids of an image's rows are negative, 31 bits of its digest each, so that two prompts have
 equal ids exactly where their texts and pixels are equal; prefix cache, disk and scheduler know no
-images.
+images. In texts a marker stands for an image until they are encoded.
 """
 
 import io
 import math
+import re
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b, shake_128
 from pathlib import Path
@@ -17,9 +19,9 @@ import numpy as np
 
 from mlxspec.files import read_json
 from mlxspec.text.messages import RejectedRequest
-from mlxspec.types import Json, line_of
+from mlxspec.types import Image, ImageSpan, Json, line_of
 
-MARKER = "\ufdd1"  # around the digest of an image in a text; Unicode assigns no character to it
+MARKER = re.compile("\ufdd1([0-9a-f]{32})\ufdd1")  # a noncharacter of Unicode, and a file's digest
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_DECODED = 1 << 26  # pixels of a file: as RGB 192 MiB
 MAX_RATIO = 200  # of the sides
@@ -29,27 +31,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Image:
-    """An image as a tower reads it. `patches`: float32 [rows * columns, patch * patch * 3], row by
-    row, each pixel's channels together. `digest`: of all of it."""
-
-    patches: np.ndarray
-    rows: int
-    columns: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSpan:
-    """Where an image stands in a prompt: ids `start` to `stop`, of which the negative ones are its
-    rows, in order. `rows` and `columns` are counted in these."""
-
-    start: int
-    stop: int
-    image: Image
-    rows: int
-    columns: int
+Images = Mapping[str, Image | str]  # by the digests of their files: or the text in its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +97,12 @@ class ImageReader:
             raise
         except Exception as error:  # whatever a broken file makes Pillow raise
             raise _rejected(field, f"cannot be read: {line_of(error)}") from error
-        pixels = np.asarray(scaled, np.float32) / 255
-        pixels = (pixels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        pixels = np.asarray(scaled)
         rows, columns = rows // self.patch, columns // self.patch
         patches = pixels.reshape(rows, self.patch, columns, self.patch, 3)
         patches = patches.transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
         digest = blake2b(patches.tobytes() + bytes(f"{rows}x{columns}", "ascii"), digest_size=16)
-        return Image(patches, rows, columns, digest.digest())
+        return Image(patches, rows, columns, digest.digest(), self.mean, self.std)
 
     def span(self, image: Image, start: int) -> tuple[list[int], ImageSpan]:
         """The ids of an image whose first stands at `start`, and where it is."""
@@ -134,6 +115,54 @@ class ImageReader:
                 ids += self.row_end
         ids += self.after
         return ids, ImageSpan(start, start + len(ids), image, rows, columns)
+
+
+def marker_of(digest: str) -> str:
+    """What stands for the image of a file with this digest in a text."""
+    return f"\ufdd1{digest}\ufdd1"
+
+
+def put_texts(text: str, images: Images) -> str:
+    """A text with what stands in the place of its images that are none."""
+
+    def put(match: re.Match[str]) -> str:
+        image = images.get(match[1])
+        return image if isinstance(image, str) else match[0]
+
+    return MARKER.sub(put, text)
+
+
+@dataclass(slots=True)
+class ImageEncoder:
+    """Encodes a rendered text with markers, piece by piece; `found` are its images so far."""
+
+    reader: ImageReader
+    images: Images
+    found: list[Image] = field(default_factory=list)
+
+    def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Token ids of the next piece; `encode` makes those of text without markers."""
+        ids: list[int] = []
+        done, behind = 0, ""
+        before, after = self.reader.placeholder.split(self.reader.token, 1)
+        for match in MARKER.finditer(text):
+            image = self.images.get(match[1])
+            if isinstance(image, Image):
+                ids += encode(behind + text[done : match.start()] + before)
+                ids += self.reader.span(image, 0)[0]
+                self.found.append(image)
+                done, behind = match.end(), after
+        return ids + encode(behind + text[done:])
+
+    def spans(self, ids: list[int]) -> tuple[ImageSpan, ...]:
+        """Where the images are in all token ids."""
+        spans: list[ImageSpan] = []
+        rows = np.flatnonzero(np.array(ids) < 0)
+        for image in self.found:
+            at = spans[-1].stop if spans else 0
+            first = int(rows[np.searchsorted(rows, at)])
+            spans.append(self.reader.span(image, first - len(self.reader.before))[1])
+        return tuple(spans)
 
 
 def negative_ids(digest: bytes, count: int) -> list[int]:

@@ -16,7 +16,8 @@ from mlx.core import array as Array
 
 from mlxspec.model.pages import View
 from mlxspec.model.trunk import layers_in, trunk_of
-from mlxspec.types import Json, UnsupportedModel
+from mlxspec.sequences import Span, Spans
+from mlxspec.types import Image, ImageSpan, Json, UnsupportedModel
 
 CACHED_BYTES = 256 << 20  # of features, for the next chunks and turns
 
@@ -103,11 +104,12 @@ class Rope(_Mixed):
         return turned.reshape(batch, length, heads, dim).transpose(0, 2, 1, 3)
 
 
-def mix(module: Any, kind: type[_Mixed], view: View, **values: Any) -> None:
-    """Let a module see images through the view."""
+def mix(module: Any, kind: type[_Mixed], **values: Any) -> Any:
+    """Let a module see images through a view, which `Eyes.attach` sets."""
     module.__class__ = type(type(module).__name__, (kind, type(module)), {})
-    for name, value in {"_view": view, **values}.items():
+    for name, value in values.items():
         object.__setattr__(module, name, value)
+    return module
 
 
 def axes_of(sections: Sequence[int], dims: int, head_dim: int) -> Array:
@@ -124,22 +126,23 @@ def axes_of(sections: Sequence[int], dims: int, head_dim: int) -> Array:
 class Eyes:
     """A model's tower, and the features of the images that were seen last. Engine thread only."""
 
-    def __init__(self, model: nn.Module, tower: nn.Module, config: Json, view: View) -> None:
+    def __init__(self, model: nn.Module, tower: nn.Module, config: Json) -> None:
         """Raises UnsupportedModel where the text model has no place for images."""
         self.tower = tower
-        self.view = view
+        self.view: Any = None
         self._features: OrderedDict[bytes, Array] = OrderedDict()
         trunk = trunk_of(model)
         embed = trunk.get("embed_tokens")
         if embed is None:
             raise UnsupportedModel("the model has no embed_tokens; images are left out")
-        mix(embed, Embedding, view, _scale=float(getattr(trunk, "embed_scale", 1.0)))
+        scale = float(getattr(trunk, "embed_scale", 1.0))
+        self._mixed = [mix(embed, Embedding, _scale=scale)]
         if (inner := trunk.get("embed_tokens_per_layer")) is not None:
-            mix(inner, PerLayerEmbedding, view)
+            self._mixed.append(mix(inner, PerLayerEmbedding))
         layers = list(layers_in(trunk))
         deep = config["vision_config"].get("deepstack_visual_indexes") or []
         for part, layer in enumerate(layers[: len(deep)], start=1):
-            mix(layer, Deepened, view, _part=part)
+            self._mixed.append(mix(layer, Deepened, _part=part))
         text = config.get("text_config") or config
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
         sections = scaling.get("mrope_section")
@@ -150,14 +153,22 @@ class Eyes:
                 if attention is not None:
                     rope = attention["rope"]
                     axes = axes_of(sections, rope.dims, attention.head_dim)
-                    mix(rope, Rope, view, _axes=axes)
+                    self._mixed.append(mix(rope, Rope, _axes=axes))
 
-    def features(self, image: Any) -> Array:
+    def attach(self, view: View) -> None:
+        """See through the view of a runner from now on."""
+        self.view = view
+        for module in self._mixed:
+            object.__setattr__(module, "_view", view)
+
+    def features(self, image: Image) -> Array:
         """[tokens, hidden * (1 + deep)] of an image: computed once while it is remembered."""
         found = self._features.pop(image.digest, None)
         if found is None:
-            dtype = self.dtype
-            found = self.tower(mx.array(image.patches).astype(dtype), image.rows, image.columns)
+            pixels = mx.array(image.patches).astype(mx.float32) / 255
+            colors = (pixels.reshape(-1, 3) - mx.array(image.mean)) / mx.array(image.std)
+            patches = colors.reshape(pixels.shape).astype(self.dtype)
+            found = self.tower(patches, image.rows, image.columns)
             mx.eval(found)
         self._features[image.digest] = found
         while sum(each.nbytes for each in self._features.values()) > CACHED_BYTES:
@@ -169,31 +180,39 @@ class Eyes:
         """Of the tower's patches: that of its norms, as matrices may be quantized."""
         return next(array.dtype for array in _floats(self.tower))
 
-    def look(self, spans: Sequence[Any], length: int = 0) -> ImageRows | None:
-        """The rows of images in a pass of these spans, `length` rows each, 0: their own; None if
-        there is none. A span's `images` are those of its prompt."""
+    def look(self, spans: Spans, shift: Array | None, length: int = 0) -> None:
+        """Put the rows of images in a forward of these spans into the view, `length` rows each, 0:
+        their own; and positions for rope where these are not the rows' numbers. `shift` int32
+        [spans]: by how much each is later, as drafts in flight were accepted."""
+        view = self.view
+        if not any(span.kept.images for span in spans):
+            return
         index: list[int] = []
         features: list[Array] = []
+        counts = [length or span.rows for span in spans]
         first = 0
-        for span in spans:
+        for span, count in zip(spans, counts, strict=True):
             stop = span.start + span.count
-            for image in span.images:
+            for image in span.kept.images:
                 if image.start < stop and span.start < image.stop:
                     rows, part = _part_of(span, image)
                     index += [first + row for row in rows]
                     features.append(self.features(image.image)[part])
-            first += length or span.rows
-        if not index:
-            return None
-        positions = self._positions(spans, length) if self.turns else None
-        return ImageRows(mx.array(index, mx.int32), mx.concatenate(features), positions)
+            first += count
+        positions = None
+        if self.turns and index:
+            axes = [positions_of(span, count) for span, count in zip(spans, counts, strict=True)]
+            positions = mx.array(np.concatenate(axes, axis=1))
+            if shift is not None:
+                positions = positions + shift[mx.array(np.repeat(np.arange(len(spans)), counts))]
+        elif self.turns:
+            shifts = [shift_of(span.kept.images, span.start) for span in spans]
+            view.positions = view.positions + mx.array(np.repeat(shifts, counts), mx.int32)
+        if index:
+            view.images = ImageRows(mx.array(index, mx.int32), mx.concatenate(features), positions)
 
-    def _positions(self, spans: Sequence[Any], length: int) -> Array:
-        columns = [positions_of(span, length or span.rows) for span in spans]
-        return mx.array(np.concatenate(columns, axis=1))
 
-
-def _part_of(span: Any, image: Any) -> tuple[list[int], slice]:
+def _part_of(span: Span, image: ImageSpan) -> tuple[list[int], slice]:
     """Which rows of a span an image has, and which of its features these are."""
     ids = np.array(span.tokens[image.start : image.stop]) < 0
     low, high = max(span.start, image.start), min(span.start + span.count, image.stop)
@@ -202,29 +221,30 @@ def _part_of(span: Any, image: Any) -> tuple[list[int], slice]:
     return rows.tolist(), slice(before, before + len(rows))
 
 
-def positions_of(span: Any, length: int) -> np.ndarray:
+def positions_of(span: Span, length: int) -> np.ndarray:
     """int32 [3, length]: the positions of a span's rows by time, height and width. Those of an
     image begin together where it begins, and count its rows and columns; behind it they go on
     behind the larger of both (Qwen2-VL, https://arxiv.org/abs/2409.12191)."""
+    images = span.kept.images
     at = np.arange(span.start, span.start + length)
-    axes = np.stack([at, at, at]) + shift_of(span.images, span.start)
-    for image in span.images:
+    axes = np.stack([at, at, at]) + shift_of(images, span.start)
+    for image in images:
         if image.stop <= span.start:
             continue
         inside = (at >= image.start) & (at < image.stop)
-        begin = image.start + shift_of(span.images, image.start)
+        begin = image.start + shift_of(images, image.start)
         k = at[inside] - image.start
         axes[:, inside] = [begin + 0 * k, begin + k // image.columns, begin + k % image.columns]
         axes[:, at >= image.stop] += size_of(image) - (image.stop - image.start)
     return axes.astype(np.int32)
 
 
-def size_of(image: Any) -> int:
+def size_of(image: ImageSpan) -> int:
     """How many positions an image takes."""
     return max(image.rows, image.columns)
 
 
-def shift_of(images: Sequence[Any], at: int) -> int:
+def shift_of(images: Sequence[ImageSpan], at: int) -> int:
     """By how much the position of the prompt's row `at` differs from its index: 0 or less."""
     return sum(size_of(each) - (each.stop - each.start) for each in images if each.stop <= at)
 

@@ -66,7 +66,7 @@ class Sampling:
         return self.repetition_penalty != 1.0 or bool(counted)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Image:
     """An image as a vision tower reads it. `patches`: uint8 [rows * columns, patch * patch * 3],
     numpy's, row by row, each pixel's channels together, of which the tower gets (patches / 255 -

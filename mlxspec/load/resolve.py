@@ -24,6 +24,7 @@ from mlxspec.model.layout import context_of
 from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
+from mlxspec.text.images import image_reader
 from mlxspec.types import ModelInfo, UnsupportedModel
 
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -90,6 +91,7 @@ class ResolvedModel:
             kv_bytes=0,
             weight_bytes=weights,
             created=int(time.time()),
+            sees=self.config.vision and image_reader(self.path, config, 1 << 20) is not None,
         )
 
 

@@ -21,6 +21,7 @@ from mlxspec.server.generate import Generation, respond
 from mlxspec.server.openai.schema import Budget, Common, TextPart
 from mlxspec.server.state import TextModel
 from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage, typed_event
+from mlxspec.text.images import EDGE
 from mlxspec.text.messages import BILLING
 from mlxspec.text.tool_calls import as_object
 
@@ -73,7 +74,7 @@ class Message(Strict):
     def open(self) -> bool:
         """Whether it is an answer that can be continued: it ends in text, and calls nothing."""
         last = self.content[-1] if self.content else None
-        text = isinstance(last, TextPart) and not last.text.endswith(LEFT_OUT)
+        text = isinstance(last, TextPart) and not last.text.endswith((LEFT_OUT, EDGE))
         calls = any(isinstance(block, ToolUse) for block in self.content)
         return self.role == "assistant" and text and not calls
 
@@ -354,6 +355,7 @@ def _asked(body: Prompt) -> ChatRequest:
         options={"enable_thinking": THINKING.get(body.thinking.type)},
         continued=body.messages[-1].open,
         budget=body.thinking.budget_tokens,
+        images=body.images,
     )
 
 

@@ -14,15 +14,26 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from zstandard import ZstdDecompressor, ZstdError
 
 from mlxspec import log
 from mlxspec.engine.worker import RETRY_S
+from mlxspec.server.content import Content
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
+from mlxspec.server.images import read_images
 from mlxspec.server.state import ServerState, TextModel, while_connected
+from mlxspec.text.images import Images
 from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
@@ -82,9 +93,20 @@ MOST_NAMED = 32  # in the header, and in a line of the log
 
 
 class Body(Strict):
-    """The body of a request to a model, by default the first one."""
+    """The body of a request to a model, by default the first one. `content` is what its messages
+    have beside text, and `images` are what the model sees of it, once that is known."""
 
     model: str | None = None
+    _content: Content = PrivateAttr(default_factory=Content)
+    _images: Images = PrivateAttr(default_factory=dict)
+
+    @property
+    def content(self) -> Content:
+        return self._content
+
+    @property
+    def images(self) -> Images:
+        return self._images
 
 
 StrictT = TypeVar("StrictT", bound=Strict)
@@ -120,6 +142,9 @@ def takes(
         try:
             body, http.scope[IGNORED] = await _parsed(http, kind, size)
             model = await state.model(body.model)
+            if files := body.content.files:
+                reading = read_images(model, files, http.scope[IGNORED])
+                body._images = await while_connected(http, reading)
             made = await while_connected(http, answer(http, body, model))
         finally:
             state.unread -= size.bytes
@@ -227,10 +252,14 @@ def parse(
         raise invalid("body", f"{why}; send fewer")
     if size:
         size.add((objects + lists) * OBJECT_BYTES + commas * VALUE_BYTES)
-    left_out: list[str] = []
+    content = Content(strict)
     if b"\\ud" in data or b"\\uD" in data:
         data = HALVES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
-    body = validate(kind, data, left_out=None if strict else left_out)
+    body = validate(kind, data, content=content)
+    if isinstance(body, Body):
+        body._content = content
+    if size:
+        size.add(sum(len(file.data) for file in content.files.values()))
     for name, value in (body.model_extra or {}).items():
         if name not in kind.unsupported:
             continue
@@ -238,7 +267,7 @@ def parse(
         if not empty and value != kind.unsupported[name]:
             why = f"{name} = {shown(value)} is not supported; leave it out"
             raise invalid(name, why, "unsupported_parameter")
-    left_out = [*dict.fromkeys(left_out)]
+    left_out = [*dict.fromkeys(content.left_out)]
     if left_out:
         log.info("left out of the prompt: %s", ", ".join(left_out[:MOST_NAMED]))
     return body, _unknown(body) + left_out
@@ -248,13 +277,13 @@ def validate(
     kind: type[StrictT],
     raw: Any,
     at: str = "",
-    left_out: list[str] | None = None,
+    content: Content | None = None,
 ) -> StrictT:
-    """A whole body as JSON, or an object of a body, whose path is `at`. Validators add to
-    `left_out` what they leave out; None: they refuse it. Raises ApiError 400."""
+    """A whole body as JSON, or an object of a body, whose path is `at`. Validators put what is no
+    text into `content`. Raises ApiError 400."""
     try:
         if isinstance(raw, Data):
-            return kind.model_validate_json(raw, context=left_out)
+            return kind.model_validate_json(raw, context=content)
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -27,6 +27,7 @@ from mlxspec.text.chat import (
 )
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.formats import FINAL, format_of
+from mlxspec.text.images import Images, put_texts
 from mlxspec.text.messages import TooLong, canonical, parameter_types, rejected
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Make
@@ -62,7 +63,7 @@ class ChatRequest:
     None: not sent. `source` is the body's field that holds the conversation. `continued`: the
     answer continues the last message. `budget`, if given, is the most tokens
     of reasoning. `kept` are the body's fields that the answer
-    repeats."""
+    repeats. `images` are those of the messages, where they stand as markers."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -73,6 +74,7 @@ class ChatRequest:
     continued: bool = False
     budget: int | None = None
     kept: Json = field(default_factory=dict)
+    images: Images = field(default_factory=dict)
 
 
 def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:
@@ -90,6 +92,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         why = f"is part of what takes more than {room} bytes beside the prompt"
         raise rejected(largest, f"{why} until the answer ends; send less of it")
     request = engine_request(model, body, id, prompt.ids, chat.source)
+    request = replace(request, images=prompt.images)
     grammar = _grammar(model, body, chat, talk, prompt)
     # No more reasoning than the server's setting, the request and its word of effort all allow.
     budgets = [model.server.config.thinking_budget, chat.budget]
@@ -156,7 +159,9 @@ def render_prompt(
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
     options = {name: value for name, value in chat.options.items() if value is not None}
     talk = conversation_of(chat.messages, chat.tools, options, history=model.history)
-    talk = replace(talk, continued=chat.continued)
+    for turn in talk.messages:
+        turn["content"] = put_texts(turn["content"], chat.images)
+    talk = replace(talk, continued=chat.continued, images=chat.images)
     context = model.info.context
     prompt = render(
         model.tokenizer,
@@ -165,6 +170,7 @@ def render_prompt(
         generation_prompt=generation_prompt,
         context=context,
         field=chat.source,
+        image_reader=model.images.reader if model.images else None,
     )
     return talk, prompt
 

@@ -1,5 +1,5 @@
-"""Parts of messages that a text model cannot read, in any API: a text file becomes its text, an
-image becomes a line that says that it was left out.
+"""Parts of messages that are no text, in any API: a text file becomes its text, an image a marker,
+anything else a line that says that it was left out.
 
 Rule: a part becomes the same text in every turn, so that the next prompt begins with this one.
 """
@@ -7,11 +7,14 @@ Rule: a part becomes the same text in every turn, so that the next prompt begins
 import re
 from base64 import b64decode
 from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from pydantic import BeforeValidator, ValidationInfo
 
 from mlxspec.server.errors import Json
+from mlxspec.text.images import marker_of
 
 # The types of these parts in all APIs.
 UNREAD = (
@@ -20,50 +23,105 @@ UNREAD = (
 ).split()
 # A type of what another server's tools did. It is shown in the log and in the prompt.
 HOSTED = re.compile(r"\w{1,48}_tool_(use|result)")
-LEFT_OUT = " left out: this model reads text only]\n"  # the end of what stands for a part
+IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
+READS_TEXT = "this model reads text only"
+LEFT_OUT = f" left out: {READS_TEXT}]\n"  # the end of what stands for a part
 HOLD_PARTS = ("content", "output")  # fields of messages, items and parts
 
 
+@dataclass(frozen=True, slots=True)
+class File:
+    """An image as a request has it: its bytes, or its URL. `kind` is the type of its part."""
+
+    kind: str
+    data: bytes
+    url: str = ""
+
+
+@dataclass
+class Content:
+    """What a body has beside text: images by their digests, and the types of what was `left_out`;
+    `strict`: nothing is, but refused."""
+
+    strict: bool = False
+    left_out: list[str] = field(default_factory=list)
+    files: dict[str, File] = field(default_factory=dict)
+
+    def add(self, file: File) -> str:
+        """What stands for an image in the text."""
+        digest = blake2b(file.data or file.url.encode(), digest_size=16).hexdigest()
+        self.files.setdefault(digest, file)
+        return marker_of(digest)
+
+
 def readable(value: Any, info: ValidationInfo) -> Any:
-    """Messages or input items, with text for what cannot be read. The types of what is lost are
-    added to the validation's context; if that is None, nothing changes."""
+    """Messages or input items, with text for what is none. What becomes of it is added to the
+    validation's context, a Content; if that is None, nothing changes."""
     return value if info.context is None else _read(value, info.context)
 
 
 READABLE = BeforeValidator(readable)
 
 
-def _read(value: Any, left_out: list[str]) -> Any:
+def line_for(kind: str, why: str) -> str:
+    """What stands in the place of a part that is left out."""
+    return f"[{kind} left out: {why}]\n"
+
+
+def _read(value: Any, content: Content) -> Any:
     match value:
         case list():
-            return [_read(each, left_out) for each in value]
+            return [_read(each, content) for each in value]
         case {"type": str(kind)} if kind in UNREAD or HOSTED.fullmatch(kind):
-            return {"type": "text", "text": _text(value, kind, left_out)}
+            if file := _image(value, kind):
+                return {"type": "text", "text": content.add(file)}
+            if content.strict:
+                return value
+            return {"type": "text", "text": _text(value, kind, content)}
         case dict():
             return {
-                key: _read(each, left_out) if key in HOLD_PARTS else each
+                key: _read(each, content) if key in HOLD_PARTS else each
                 for key, each in value.items()
             }
     return value
 
 
-def _text(part: Json, kind: str, left_out: list[str]) -> str:
+def _image(part: Json, kind: str) -> File | None:
+    """The image in a part of any API, Ollama's and MCP's too."""
+    data = url = ""
+    if kind not in IMAGES:
+        return None
+    match part:
+        case {"image_url": {"url": str(url)} | str(url)} | {"source": {"url": str(url)}}:
+            pass
+        case {"source": {"data": str(data)}} | {"data": str(data)}:
+            pass
+    if url.startswith(("http://", "https://")):
+        return File(kind, b"", url)
+    if url.startswith("data:"):
+        data = url.partition(",")[2]
+    with suppress(ValueError):
+        return File(kind, b64decode(data, validate=True)) if data else None
+    return None
+
+
+def _text(part: Json, kind: str, content: Content) -> str:
     """The text of a file, a document or a search result below its name, else a line for the part
     that is left out."""
     found: Any = None
     match part:
         case {"file": dict(file)}:  # of chat
-            return _text(file, kind, left_out)
+            return _text(file, kind, content)
         case {"source": {"type": "text", "data": found} | {"content": found}} | {"content": found}:
             pass
         case {"file_data": str(data)}:
             with suppress(ValueError):
                 found = b64decode(data.rpartition(";base64,")[2], validate=True).decode()
     if isinstance(found, list):
-        parts = _read(found, left_out)
+        parts = _read(found, content)
         found = "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))
     if found and isinstance(found, str):
         name = part.get("title") or part.get("filename") or kind
         return f"{name}:\n{found}\n"
-    left_out.append(f"content[].{kind}")
-    return f"[{kind}{LEFT_OUT}"
+    content.left_out.append(f"content[].{kind}")
+    return line_for(kind, READS_TEXT)

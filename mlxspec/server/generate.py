@@ -84,7 +84,8 @@ class Observer:
         finally:
             del server.live[self.id]
             for choice in self.choices:
-                if server.recorder and choice.finish in ("stop", "length"):
+                seen = choice.request.images  # which the recorder does not keep
+                if server.recorder and not seen and choice.finish in ("stop", "length"):
                     server.recorder.add(name, choice.request.prompt, choice.ids)
             # By the alphabet, so that failures come first.
             outcomes = sorted({choice.finish or "gone" for choice in self.choices})

@@ -38,7 +38,7 @@ def _turn(message: Any) -> Any:
     images = as_list(message.get("images") or [])
     if len(images) > MAX_ITEMS:
         raise ValueError(f"it has more than {MAX_ITEMS} images; send fewer")
-    parts: list[Json] = [{"type": "image"} for _ in images]
+    parts: list[Json] = [{"type": "image", "data": image} for image in images]
     parts.append({"type": "text", "text": message.get("content") or ""})
     said = {"reasoning_content": message.get("thinking"), "name": message.get("tool_name")}
     return {**said, **message, "content": parts}
@@ -267,6 +267,7 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
         body.tools,
         options={variable: body.think},
         source=source,
+        images=body.images,
         continued=last.get("role") == "assistant" and not (last.get("tool_calls") or body.format),
     )
     return await respond(model, body, writer, prepare_chat, asked)

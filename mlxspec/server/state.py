@@ -19,11 +19,12 @@ from starlette.requests import ClientDisconnect
 from mlxspec import log
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
-from mlxspec.files import stamp
+from mlxspec.files import read_json, stamp
 from mlxspec.metrics import Metrics
 from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
+from mlxspec.text.images import ImageCache, image_reader, with_placeholder
 from mlxspec.text.proof import call_support
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.training.recorder import Recorder
@@ -56,6 +57,7 @@ class TextModel:
     grammars: Grammars
     files: str  # their `stamp`
     history: History = field(default_factory=History)
+    images: ImageCache | None = None  # of a model that may see
 
     @property
     def served(self) -> Served:
@@ -83,6 +85,8 @@ class ServerState:
     models: dict[str, TextModel] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: int = 0  # that somebody waits for
     unread: int = 0  # bytes of bodies that are received and parsed
+    imaging: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"))
+    fetching: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fetch"))
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
 
     def unwell(self) -> str:
@@ -182,9 +186,23 @@ class ServerState:
             grammars = Grammars(tokenizer, self.worker.models[name].info.vocab)
             defaults = generation_defaults(path)
             self.models[name] = TextModel(
-                self, name, tokenizer, defaults=defaults, grammars=grammars, files=files
+                self,
+                name,
+                tokenizer,
+                defaults=defaults,
+                grammars=grammars,
+                files=files,
+                images=self._images(path, tokenizer),
             )
             log.info("%s: tools: %s", name, call_support(tokenizer))
+
+    def _images(self, path: Path, tokenizer: Tokenizer) -> ImageCache | None:
+        """What reads images for a model; None where it has no tower, or is not to see."""
+        files = read_json(path / "config.json")
+        reader = image_reader(path, files, self.config.max_image_pixels)
+        if not (reader and self.config.vision):
+            return None
+        return ImageCache(with_placeholder(reader, tokenizer))
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:

@@ -10,25 +10,34 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b, shake_128
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.files import read_json
-from mlxspec.text.messages import RejectedRequest
-from mlxspec.types import Image, ImageSpan, Json, line_of
+from mlxspec.text.template import apply_template
+from mlxspec.types import Busy, Image, ImageSpan, Json
 
-MARKER = re.compile("\ufdd1([0-9a-f]{32})\ufdd1")  # a noncharacter of Unicode, and a file's digest
+EDGE = "\ufdd1"  # of a marker: a noncharacter of Unicode
+MARKER = re.compile(f"{EDGE}([0-9a-f]{{32}}){EDGE}")  # with the digest of the image's file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_DECODED = 1 << 26  # pixels of a file: as RGB 192 MiB
 MAX_RATIO = 200  # of the sides
 CACHED_BYTES = 256 << 20  # of patches that are kept for the next turns
+IN_USE_BYTES = 1 << 30  # of patches that are kept, or that requests hold
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
+
+
+class ImageError(ValueError):
+    """Why an image cannot be seen."""
 
 
 Images = Mapping[str, Image | str]  # by the digests of their files: or the text in its place
@@ -83,20 +92,20 @@ class ImageReader:
             rows, columns = [max(1, whole(factor * n)) for n in (height, width)]
         return rows * side, columns * side
 
-    def read(self, data: bytes, field: str) -> Image:
-        """The image of a file. Raises RejectedRequest, naming `field`."""
+    def read(self, data: bytes) -> Image:
+        """The image of a file. Raises ImageError."""
         from PIL import Image as Pillow  # 30 ms that text needs not pay
 
         try:
             with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
-                _check_size(picture.size, field)
+                _check_size(picture.size)
                 width, height = picture.size
                 rows, columns = self.size(height, width)
                 scaled = _rgb(picture).resize((columns, rows), Pillow.Resampling.BICUBIC)
-        except RejectedRequest:
+        except ImageError:
             raise
         except Exception as error:  # whatever a broken file makes Pillow raise
-            raise _rejected(field, f"cannot be read: {line_of(error)}") from error
+            raise ImageError(f"it cannot be read: {type(error).__name__}") from error
         pixels = np.asarray(scaled)
         rows, columns = rows // self.patch, columns // self.patch
         patches = pixels.reshape(rows, self.patch, columns, self.patch, 3)
@@ -119,7 +128,7 @@ class ImageReader:
 
 def marker_of(digest: str) -> str:
     """What stands for the image of a file with this digest in a text."""
-    return f"\ufdd1{digest}\ufdd1"
+    return f"{EDGE}{digest}{EDGE}"
 
 
 def put_texts(text: str, images: Images) -> str:
@@ -171,14 +180,12 @@ def negative_ids(digest: bytes, count: int) -> list[int]:
     return [int(each) for each in bits | np.int32(-(1 << 31))]
 
 
-def _check_size(size: tuple[int, int], field: str) -> None:
+def _check_size(size: tuple[int, int]) -> None:
     width, height = size
     if width * height > MAX_DECODED:
-        why = f"has {width} x {height} pixels, more than {MAX_DECODED}; send a smaller one"
-        raise _rejected(field, why)
+        raise ImageError(f"it has {width} x {height} pixels, more than {MAX_DECODED}")
     if max(size) > MAX_RATIO * min(size):
-        why = f"has {width} x {height} pixels; send one that is at most {MAX_RATIO} times as long"
-        raise _rejected(field, f"{why} as wide")
+        raise ImageError(f"it has {width} x {height} pixels, too long for its width")
 
 
 def _rgb(picture: Any) -> Any:
@@ -199,22 +206,27 @@ def _rgb(picture: Any) -> Any:
     return picture.convert("RGB")
 
 
-def _rejected(field: str, why: str) -> RejectedRequest:
-    return RejectedRequest(field, f"{field}: the image {why}")
-
-
-@dataclass(slots=True)
 class ImageCache:
     """Images that were read last, by the digest of their files: an agent sends each of them again
-    in every turn. Bounded in bytes. Text thread only."""
+    in every turn. Bounded in bytes, and with those that requests hold bounded as well. One
+    thread's, but for `in`."""
 
-    reader: ImageReader
-    _images: OrderedDict[str, Image] = field(default_factory=OrderedDict)
+    def __init__(self, reader: ImageReader) -> None:
+        self.reader = reader
+        self._images: OrderedDict[str, Image] = OrderedDict()
+        self._in_use: WeakSet[Image] = WeakSet()
 
-    def read(self, digest: str, data: bytes, field: str) -> Image:
-        """The image of a file with this digest. Raises RejectedRequest, naming `field`."""
-        image = self._images.pop(digest, None) or self.reader.read(data, field)
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._images
+
+    def read(self, digest: str, data: bytes) -> Image:
+        """The image of a file with this digest. Raises ImageError, and Busy where those in use take
+        too much."""
+        if sum(image.patches.nbytes for image in self._in_use) > IN_USE_BYTES:
+            raise Busy(1, "other requests have large images")
+        image = self._images.pop(digest, None) or self.reader.read(data)
         self._images[digest] = image
+        self._in_use.add(image)
         while sum(each.patches.nbytes for each in self._images.values()) > CACHED_BYTES:
             self._images.popitem(last=False)
         return image
@@ -226,6 +238,8 @@ def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
     files = read_json(path / "processor_config.json")
     given = files.get("image_processor") or read_json(path / "preprocessor_config.json")
     vision = config.get("vision_config") or {}
+    if not vision or config.get("text_config", {}).get("use_bidirectional_attention") == "vision":
+        return None  # the rows of such an image see those behind them, which is not built
     patch = vision.get("patch_size", 16)
     mean, std = (tuple(given.get(key) or HALF) for key in ("image_mean", "image_std"))
     size = given.get("size") or {}
@@ -271,6 +285,21 @@ def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
             after=(config.get("eoi_token_id", 258882),),
         )
     return None
+
+
+def with_placeholder(reader: ImageReader, tokenizer: TokenizerWrapper) -> ImageReader:
+    """The reader, with what this tokenizer's template writes for an image between two texts."""
+    parts = [
+        {"type": "text", "text": "before"},
+        {"type": "image"},
+        {"type": "text", "text": "behind"},
+    ]
+    with suppress(Exception):  # a template raises whatever its author chose
+        text = apply_template(tokenizer, [{"role": "user", "content": parts}])
+        between, end, _ = text.partition("before")[2].partition("behind")
+        if end and between.count(reader.token) == 1:
+            return replace(reader, placeholder=between)
+    return reader
 
 
 def _ids(known: dict[str, int], *tokens: str) -> tuple[int, ...]:

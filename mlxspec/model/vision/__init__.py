@@ -33,8 +33,10 @@ PATCH_WEIGHTS = ("patch_conv.weight", "patch_embed.proj.weight")
 def load_vision(path: Path, config: Json) -> nn.Module | None:
     """The tower of a model directory; its weights stay on disk until they are needed. None for a
     family that none is known of. Raises UnsupportedModel for files that do not fit."""
-    if config.get("model_type") not in FAMILIES or "vision_config" not in config:
+    if config.get("model_type") not in FAMILIES or not config.get("vision_config"):
         return None
+    if config.get("text_config", {}).get("use_bidirectional_attention") == "vision":
+        raise UnsupportedModel("its images attend in both directions, which is not built")
     weights: dict[str, Array] = {}
     for file in weight_files(path):
         arrays: Any = mx.load(str(file))

@@ -6,18 +6,24 @@ Rule: a response is stored with its whole conversation, so no other one is neede
 import json
 import secrets
 import time
+from base64 import b64encode
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from mlxspec.server.body import IGNORED, takes
 from mlxspec.server.chat_request import ChatRequest, prepare_chat, prompt_length
+from mlxspec.server.content import File
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, respond
+from mlxspec.server.images import read_images
 from mlxspec.server.responses.schema import Create, Tool, chat_messages, known_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import TextModel
+from mlxspec.text.images import MARKER
 from mlxspec.text.messages import as_list
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
@@ -44,16 +50,29 @@ DEFAULTS: Json = {
 @dataclass
 class Store:
     """Responses by id, least recently used first, each with the items of the conversation before
-    it, and their size."""
+    it, and their size; and the images in these, by digest."""
 
     max_bytes: int = MAX_BYTES
+    files: dict[str, File] = field(default_factory=dict)
     _stored: OrderedDict[str, tuple[Json, list[Json], int]] = field(default_factory=OrderedDict)
 
-    def add(self, response: Json, items: list[Json]) -> None:
-        size = len(json.dumps([response, items]))
+    def add(self, response: Json, items: list[Json], files: Mapping[str, File]) -> None:
+        text = json.dumps([response, items], ensure_ascii=False)
+        size = len(text) + sum(len(files[each].data) for each in _digests(text) & files.keys())
         self._stored[response["id"]] = response, items, size
+        self.files |= files
         while sum(size for *_, size in self._stored.values()) > self.max_bytes:
             self._stored.popitem(last=False)
+        if self.files:
+            used = _digests(json.dumps(list(self._stored.values()), ensure_ascii=False))
+            self.files = {digest: self.files[digest] for digest in used & self.files.keys()}
+
+    def images_in(self, items: list[Json]) -> dict[str, File]:
+        """The stored images of some items."""
+        if not self.files:
+            return {}
+        digests = _digests(json.dumps(items, ensure_ascii=False)) & self.files.keys()
+        return {digest: self.files[digest] for digest in digests}
 
     def get(self, id: str) -> tuple[Json, list[Json]]:
         """A response, and the items before it. Raises ApiError 404."""
@@ -94,6 +113,11 @@ class Store:
             items[i] = stored[id]
 
 
+def _digests(text: str) -> set[str]:
+    """Of the images whose markers a text has."""
+    return set(MARKER.findall(text))
+
+
 def _missing(id: str, param: str | None = None) -> ApiError:
     why = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
     return ApiError(404, why, param, code="not_found")
@@ -106,6 +130,11 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
     items, on_text_thread = body.input, model.server.on_text_thread
     store.resolve(items)
     tools, asked = await on_text_thread(_asked, body, before, http.scope[IGNORED])
+    files = store.images_in([*before, *items])
+    if files:
+        earlier = await read_images(model, files, http.scope[IGNORED])
+        asked = replace(asked, images={**earlier, **body.images})
+    files |= body.content.files
     if http.url.path.endswith("/input_tokens"):
         count = await on_text_thread(prompt_length, model, asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -115,7 +144,9 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
     asked = replace(asked, kept=response)
     if body.store:
-        writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
+        writer.store = lambda made: store.add(
+            made, before + [_stored(item) for item in items], files
+        )
         asked = replace(asked, kept={**response, "input": [before, items]})
     return await respond(model, body, writer, prepare_chat, asked)
 
@@ -140,6 +171,7 @@ def _asked(
         options=body.options,
         source="input",
         budget=body.reasoning.max_tokens,
+        images=body.images,
     )
     return tools, asked
 
@@ -179,7 +211,7 @@ async def stored(http: HttpRequest) -> Response:
 async def input_items(http: HttpRequest) -> Response:
     """The items that a response answered, with those of the responses before it, newest first."""
     store: Store = http.app.state.responses
-    items = store.get(http.path_params["id"])[1]
+    items = [_shown(item, store.files) for item in store.get(http.path_params["id"])[1]]
     if http.query_params.get("order") != "asc":
         items = items[::-1]
     ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
@@ -200,6 +232,25 @@ def _stored(item: Json) -> Json:
             case {"type": "text"}:  # also where content.py has put it in the place of an image
                 part["type"] = text
     return item
+
+
+def _shown(item: Json, files: Mapping[str, File]) -> Json:
+    """A stored item with its images as parts again."""
+    item = dict(item)
+    for key in item.keys() & {"content", "output"}:
+        if isinstance(item[key], list):
+            item[key] = [_shown_part(part, files) for part in item[key]]
+    return item
+
+
+def _shown_part(part: Any, files: Mapping[str, File]) -> Any:
+    text = part.get("text") if isinstance(part, dict) else None
+    match = MARKER.fullmatch(text) if isinstance(text, str) else None
+    file = files.get(match[1]) if match else None
+    if not file:
+        return part
+    url = file.url or f"data:;base64,{b64encode(file.data).decode()}"
+    return {"type": "input_image", "detail": "auto", "image_url": url}
 
 
 ENDPOINTS: Json = {

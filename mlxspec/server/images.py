@@ -1,0 +1,58 @@
+"""Reads the images of a request for the model that is to see them, or says in a line why it cannot.
+
+Rule: off the event loop and off the text thread, one image after the other for all requests; what
+is read for requests that are not answered yet has a bound together.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from mlxspec.server.content import READS_TEXT, File, line_for
+from mlxspec.server.errors import invalid
+from mlxspec.server.fetch import FetchError, fetch
+from mlxspec.server.state import TextModel
+from mlxspec.text.images import ImageError, Images
+from mlxspec.types import Image
+
+MAX_IMAGES = 100  # of a request
+FETCHED_BYTES = 20 << 20  # of an image that is fetched
+
+
+async def read_images(
+    model: TextModel,
+    files: Mapping[str, File],
+    ignored: list[str],
+) -> Images:
+    """The images of these files by their digests, or the line in the place of each that the model
+    cannot see, whose type goes to `ignored`. Raises ApiError, also under `strict_content` for such
+    an image, and Busy."""
+    if len(files) > MAX_IMAGES:
+        why = f"the request has {len(files)} images, more than {MAX_IMAGES}; send fewer"
+        raise invalid("messages", why)
+    images: dict[str, Image | str] = {}
+    for digest, file in files.items():
+        try:
+            images[digest] = await _read(model, digest, file)
+        except ImageError as error:
+            if model.server.config.strict_content:
+                raise invalid(file.kind, f"{file.kind}: {error}; leave it out") from error
+            images[digest] = line_for(file.kind, str(error))
+            ignored.append(f"content[].{file.kind}")
+    return images
+
+
+async def _read(model: TextModel, digest: str, file: File) -> Image:
+    """Raises ImageError and Busy."""
+    cache, state = model.images, model.server
+    if cache is None or not model.info.sees:
+        raise ImageError(READS_TEXT)
+    run = asyncio.get_running_loop().run_in_executor
+    data = file.data
+    if file.url and digest not in cache:
+        if not state.config.fetch_images:
+            raise ImageError("it is a URL, and this server does not fetch: --fetch-images is off")
+        try:
+            data = await run(state.fetching, fetch, file.url, FETCHED_BYTES)
+        except FetchError as error:
+            raise ImageError(str(error)) from error
+    return await run(state.imaging, cache.read, digest, data)

@@ -355,7 +355,7 @@ def _asked(body: Prompt) -> ChatRequest:
         options={"enable_thinking": THINKING.get(body.thinking.type)},
         continued=body.messages[-1].open,
         budget=body.thinking.budget_tokens,
-        images=body.images,
+        images=body.seen_images,
     )
 
 

@@ -94,7 +94,7 @@ MOST_NAMED = 32  # in the header, and in a line of the log
 
 class Body(Strict):
     """The body of a request to a model, by default the first one. `content` is what its messages
-    have beside text, and `images` are what the model sees of it, once that is known."""
+    have beside text, and `seen_images` are what the model sees of it, once that is known."""
 
     model: str | None = None
     _content: Content = PrivateAttr(default_factory=Content)
@@ -105,7 +105,7 @@ class Body(Strict):
         return self._content
 
     @property
-    def images(self) -> Images:
+    def seen_images(self) -> Images:
         return self._images
 
 

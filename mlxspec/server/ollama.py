@@ -267,7 +267,7 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
         body.tools,
         options={variable: body.think},
         source=source,
-        images=body.images,
+        images=body.seen_images,
         continued=last.get("role") == "assistant" and not (last.get("tool_calls") or body.format),
     )
     return await respond(model, body, writer, prepare_chat, asked)

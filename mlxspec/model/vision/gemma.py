@@ -32,7 +32,7 @@ class ClippedLinear(nn.Module):
     some."""
 
     def __init__(self, inputs: int, outputs: int, clipped: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.linear = nn.Linear(inputs, outputs, bias=False)
         if clipped:
             self.input_min = self.output_min = mx.array(-mx.inf)
@@ -47,7 +47,7 @@ class ClippedLinear(nn.Module):
 
 class Attention(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim, head, clipped = (
             config["hidden_size"],
             config["head_dim"],
@@ -86,7 +86,7 @@ def _rotated(x: Array, angles: tuple[Array, Array]) -> Array:
 
 class MLP(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim, hidden = config["hidden_size"], config["intermediate_size"]
         clipped = config["use_clipped_linears"]
         self.gate_proj = ClippedLinear(dim, hidden, clipped)
@@ -99,7 +99,7 @@ class MLP(nn.Module):
 
 class Layer(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim, eps = config["hidden_size"], config["rms_norm_eps"]
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
@@ -111,13 +111,13 @@ class Layer(nn.Module):
     def __call__(self, x: Array, angles: tuple[Array, Array]) -> Array:
         attended = self.self_attn(self.input_layernorm(x), angles)
         x = x + self.post_attention_layernorm(attended)
-        fed = self.mlp(self.pre_feedforward_layernorm(x))
-        return x + self.post_feedforward_layernorm(fed)
+        fed: Array = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x + fed
 
 
 class PatchEmbedder(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim, patch = config["hidden_size"], config["patch_size"]
         self.input_proj = nn.Linear(3 * patch * patch, dim, bias=False)
         self.position_embedding_table = mx.ones((2, config["position_embedding_size"], dim))
@@ -130,7 +130,7 @@ class PatchEmbedder(nn.Module):
 
 class Encoder(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
 
 
@@ -138,7 +138,7 @@ class GemmaTower(nn.Module):
     """patches [rows * columns, patch * patch * 3] -> [tokens, hidden]."""
 
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.config = config = DEFAULTS | config
         self.patch_embedder = PatchEmbedder(config)
         self.encoder = Encoder(config)
@@ -153,9 +153,11 @@ class GemmaTower(nn.Module):
         for layer in self.encoder.layers:
             x = layer(x, angles)
         squares = x.astype(mx.float32).reshape(rows // k, k, columns // k, k, -1)
-        pooled = squares.mean(axis=(1, 3)).flatten(0, 1).astype(x.dtype)
+        pooled: Array = squares.mean(axis=(1, 3)).flatten(0, 1).astype(x.dtype)
         pooled = pooled * config["hidden_size"] ** 0.5
-        return (pooled - self.std_bias) * self.std_scale if config["standardize"] else pooled
+        if config["standardize"]:
+            pooled = (pooled - self.std_bias) * self.std_scale
+        return pooled
 
     def _angles(self, rows: int, columns: int) -> tuple[Array, Array]:
         """float32 [rows * columns, head_dim / 4] each: of columns, then of rows."""
@@ -168,7 +170,7 @@ class GemmaTower(nn.Module):
 
 class Embedder(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         inner, outer = config["vision_config"]["hidden_size"], config["text_config"]["hidden_size"]
         self.embedding_projection = nn.Linear(inner, outer, bias=False)
 
@@ -180,7 +182,7 @@ class Vision(nn.Module):
     """patches [rows * columns, patch * patch * 3] -> [tokens, text hidden]."""
 
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.vision_tower = GemmaTower(config["vision_config"])
         self.embed_vision = Embedder(config)
 

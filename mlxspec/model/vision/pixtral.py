@@ -24,7 +24,7 @@ DEFAULTS: Json = {
 
 class Attention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.heads = heads
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, dim, bias=False)
@@ -56,7 +56,7 @@ class MLP(nn.Module):
 
 class Layer(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim, eps = config["hidden_size"], config["rms_norm_eps"]
         self.attention = Attention(dim, config["num_attention_heads"])
         self.attention_norm = nn.RMSNorm(dim, eps=eps)
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 class Encoder(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
 
 
@@ -78,7 +78,7 @@ class PixtralTower(nn.Module):
     """patches [rows * columns, patch * patch * channels] -> [rows * columns, hidden]."""
 
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         config = DEFAULTS | config
         self.config = config
         dim, patch = config["hidden_size"], config["patch_size"]
@@ -87,7 +87,7 @@ class PixtralTower(nn.Module):
         self.transformer = Encoder(config)
 
     def __call__(self, patches: Array, rows: int, columns: int) -> Array:
-        x = self.ln_pre(self.patch_conv(patches))
+        x: Array = self.ln_pre(self.patch_conv(patches))
         angles = self._angles(rows, columns)
         for layer in self.transformer.layers:
             x = layer(x, angles)
@@ -105,7 +105,7 @@ class PixtralTower(nn.Module):
 
 class PatchMerger(nn.Module):
     def __init__(self, dim: int, merge: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.merging_layer = nn.Linear(dim * merge * merge, dim, bias=False)
 
 
@@ -114,7 +114,7 @@ class Projector(nn.Module):
     `merge` patches are one row."""
 
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim, text = config["vision_config"]["hidden_size"], config["text_config"]
         self.merge = config.get("spatial_merge_size", 1)
         bias = config.get("multimodal_projector_bias", config["model_type"] == "pixtral")
@@ -137,7 +137,7 @@ class Vision(nn.Module):
     """patches [rows * columns, patch * patch * channels] -> [tokens, text hidden]."""
 
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.vision_tower = PixtralTower(config["vision_config"])
         self.multi_modal_projector = Projector(config)
 

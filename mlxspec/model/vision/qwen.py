@@ -27,7 +27,7 @@ THETA = 10_000.0
 
 class Attention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.linear_fc1 = nn.Linear(dim, hidden)
         self.linear_fc2 = nn.Linear(hidden, dim)
 
@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim = config["hidden_size"]
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
@@ -70,7 +70,7 @@ class Merger(nn.Module):
 
     def __init__(self, config: Json, whole: bool) -> None:
         """`whole`: the norm is over a square, not over a patch."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         dim = config["hidden_size"]
         self.square = dim * config["spatial_merge_size"] ** 2
         self.whole = whole
@@ -88,7 +88,7 @@ class Merger(nn.Module):
 
 class PatchEmbed(nn.Module):
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         size = config["in_channels"] * config["patch_size"] ** 2
         self.proj = nn.Linear(size, config["hidden_size"])
 
@@ -98,7 +98,7 @@ class QwenTower(nn.Module):
     that are added after the first layers of Qwen3-VL (deepstack)."""
 
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.config = config = DEFAULTS | config
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = nn.Embedding(config["num_position_embeddings"], config["hidden_size"])
@@ -115,7 +115,7 @@ class QwenTower(nn.Module):
         frequencies = THETA ** (-mx.arange(0, dim, 2) / dim)
         angles = turns(rows, columns, frequencies, frequencies)
         x, angles = self._squares(x, rows, columns), self._squares(angles, rows, columns)
-        deep = []
+        deep: list[Array] = []
         for i, block in enumerate(self.blocks):
             x = block(x, angles)
             if i in config["deepstack_visual_indexes"]:
@@ -139,14 +139,15 @@ class QwenTower(nn.Module):
             share = share.astype(grid.dtype)
             high = mx.minimum(low + 1, side - 1)
             grid = mx.take(grid, low, axis) * (1 - share) + mx.take(grid, high, axis) * share
-        return grid.flatten(0, 1)
+        flat: Array = grid.flatten(0, 1)
+        return flat
 
 
 class Vision(nn.Module):
     """patches [rows * columns, patch * patch * channels] -> [tokens, text hidden * (1 + deep)]."""
 
     def __init__(self, config: Json) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.visual = QwenTower(config["vision_config"])
 
     def __call__(self, patches: Array, rows: int, columns: int) -> Array:

@@ -52,7 +52,12 @@ class ImageRows:
 class _Mixed:
     """Mixed into the class of a module that sees images through the view."""
 
-    _view: View
+    _view: View | None = None
+
+    @property
+    def _seen(self) -> ImageRows | None:
+        """The images of the forward that runs."""
+        return self._view.images if self._view else None
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -64,7 +69,7 @@ class Embedding(_Mixed):
     _scale: float = 1.0
 
     def __call__(self, ids: Array) -> Any:
-        images = self._view.images
+        images = self._seen
         if images is None:
             return self._plain(ids)
         return images.put(self._plain(mx.maximum(ids, 0)), 0, self._scale)
@@ -74,7 +79,7 @@ class PerLayerEmbedding(_Mixed):
     """Gemma's `embed_tokens_per_layer`: those of images are token 0's."""
 
     def __call__(self, ids: Array) -> Any:
-        return self._plain(ids if self._view.images is None else mx.maximum(ids, 0))
+        return self._plain(ids if self._seen is None else mx.maximum(ids, 0))
 
 
 class Deepened(_Mixed):
@@ -84,23 +89,24 @@ class Deepened(_Mixed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._plain(*args, **kwargs)
-        images = self._view.images
+        images = self._seen
         return out if images is None else images.add(out, self._part)
 
 
 class Rope(_Mixed):
     """Rotary positions in three axes: each frequency turns by one of them."""
 
-    _axes: Array  # int32 [head dim]: of each dimension
+    _sections: Sequence[int]  # frequencies of each axis
 
     def __call__(self, x: Array, offset: Any = 0) -> Any:
-        images = self._view.images
+        images = self._seen
         if images is None or images.positions is None:
             return self._plain(x, offset=offset)
         batch, heads, length, dim = x.shape
         rows = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, dim)
         time, height, width = [self._plain(rows, offset=axis) for axis in images.positions]
-        turned = mx.where(self._axes == 1, height, mx.where(self._axes == 2, width, time))
+        axes = axes_of(self._sections, self.dims, dim)  # type: ignore[attr-defined]
+        turned = mx.where(axes == 1, height, mx.where(axes == 2, width, time))
         return turned.reshape(batch, length, heads, dim).transpose(0, 2, 1, 3)
 
 
@@ -151,9 +157,7 @@ class Eyes:
             for layer in layers:
                 attention = layer.get("self_attn")
                 if attention is not None:
-                    rope = attention["rope"]
-                    axes = axes_of(sections, rope.dims, attention.head_dim)
-                    self._mixed.append(mix(rope, Rope, _axes=axes))
+                    self._mixed.append(mix(attention["rope"], Rope, _sections=sections))
 
     def attach(self, view: View) -> None:
         """See through the view of a runner from now on."""

@@ -208,7 +208,7 @@ async def chat(http: HttpRequest, body: Chat, model: TextModel) -> Generation:
         body.tool_choice,
         options=body.options,
         budget=body.reasoning.max_tokens,
-        images=body.images,
+        images=body.seen_images,
     )
     id, legacy = f"chatcmpl-{secrets.token_hex(12)}", bool(body.functions)
     writer = CompletionWriter(model, body, id, chat=True, legacy=legacy)

@@ -133,7 +133,7 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
     files = store.images_in([*before, *items])
     if files:
         earlier = await read_images(model, files, http.scope[IGNORED])
-        asked = replace(asked, images={**earlier, **body.images})
+        asked = replace(asked, images={**earlier, **body.seen_images})
     files |= body.content.files
     if http.url.path.endswith("/input_tokens"):
         count = await on_text_thread(prompt_length, model, asked)
@@ -171,7 +171,7 @@ def _asked(
         options=body.options,
         source="input",
         budget=body.reasoning.max_tokens,
-        images=body.images,
+        images=body.seen_images,
     )
     return tools, asked
 

@@ -52,12 +52,12 @@ class ImageRows:
 class _Mixed:
     """Mixed into the class of a module that sees images through the view."""
 
-    _view: View | None = None
+    _image_view: View | None = None  # another than Tapped has, which is taken away
 
     @property
     def _seen(self) -> ImageRows | None:
         """The images of the forward that runs."""
-        return self._view.images if self._view else None
+        return self._image_view.images if self._image_view else None
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -163,7 +163,7 @@ class Eyes:
         """See through the view of a runner from now on."""
         self.view = view
         for module in self._mixed:
-            object.__setattr__(module, "_view", view)
+            object.__setattr__(module, "_image_view", view)
 
     def features(self, image: Image) -> Array:
         """[tokens, hidden * (1 + deep)] of an image: computed once while it is remembered."""

@@ -1,0 +1,138 @@
+"""Tiny random models that see, saved as published checkpoints are, and images for them."""
+
+import functools
+import io
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map
+from PIL import Image as Pillow
+
+from mlxspec.model.layout import find_layout, load, load_weights
+from mlxspec.model.runner import Layout
+from mlxspec.model.vision import FAMILIES, load_vision
+from mlxspec.model.vision.seam import Eyes
+from mlxspec.text.images import ImageReader, image_reader
+from mlxspec.types import Image, ImageSpan
+from tests.support import architectures
+from tests.tiny_tokenizer import save_tokenizer
+
+KINDS = ("mistral3", "pixtral", "qwen3_5", "qwen3_vl", "gemma4")
+_TOWER: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, patch_size=4
+)
+_QWEN: dict[str, Any] = dict(
+    depth=3,
+    hidden_size=32,
+    intermediate_size=40,
+    num_heads=2,
+    patch_size=4,
+    spatial_merge_size=2,
+    num_position_embeddings=36,
+)
+TOWERS: dict[str, dict[str, Any]] = {
+    "mistral3": _TOWER | dict(image_size=64),
+    "pixtral": _TOWER | dict(image_size=64),
+    "qwen3_5": _QWEN,
+    "qwen3_vl": _QWEN | dict(deepstack_visual_indexes=[0, 1]),
+    "gemma4": _TOWER | dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64),
+}
+
+
+def config(kind: str) -> dict[str, Any]:
+    """As config.json would have it."""
+    found = architectures.config(kind)
+    text = found["text_config"]
+    tower = dict(TOWERS[kind])
+    if kind.startswith("qwen"):
+        tower["out_hidden_size"] = text["hidden_size"]
+        rope = dict(text.get("rope_parameters") or {"rope_theta": 1000.0})
+        text["rope_parameters"] = rope | {"mrope_section": [1, 1, 1], "rope_type": "default"}
+    if kind == "mistral3":
+        found["spatial_merge_size"] = 2
+    if kind == "gemma4":
+        found |= dict(boi_token_id=301, eoi_token_id=302)
+    return found | {"vision_config": tower}
+
+
+def save(path: Path, kind: str) -> Path:
+    """A model directory with its tower in the same file as the text model."""
+    save_tokenizer(path)
+    settings = config(kind)
+    model = architectures.build(kind)
+    mx.random.seed(5)
+    tower = FAMILIES[kind](settings)
+    tower.update(
+        tree_map(
+            lambda x: 0.3 * mx.random.normal(x.shape) if x.ndim > 1 else x, tower.parameters()
+        )
+    )
+    weights = dict(tree_flatten(model.parameters()))
+    for name, array in tree_flatten(tower.parameters()):
+        weights[name.replace("visual.", "vision_tower.")] = array
+    mx.save_safetensors(str(path / "model.safetensors"), weights)
+    (path / "config.json").write_text(json.dumps(settings))
+    size = {"longest_edge": 64} if kind in ("mistral3", "pixtral") else {}
+    if kind.startswith("qwen"):
+        size = {"shortest_edge": 64, "longest_edge": 4096}
+    processor = {"size": size, "max_soft_tokens": 12}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return path
+
+
+def png(width: int, height: int, seed: int = 0, change: int = 0) -> bytes:
+    """The file of a random picture; `change` is added to one value of one pixel."""
+    pixels = np.random.default_rng(seed).integers(0, 200, (height, width, 3)).astype(np.uint8)
+    pixels[height // 2, width // 2, 0] += change
+    out = io.BytesIO()
+    Pillow.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A loaded model that sees, and what reads images for it."""
+
+    model: nn.Module
+    eyes: Eyes
+    reader: ImageReader
+    layout: Layout
+
+    def image(self, width: int = 24, height: int = 16, seed: int = 0, change: int = 0) -> Image:
+        return self.reader.read(png(width, height, seed, change))
+
+
+@functools.cache
+def seeing(kind: str) -> Seeing:
+    """As the program loads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder), kind)
+        model, files = load(path)
+        load_weights(model)
+        tower = load_vision(path, files)
+        assert tower
+        load_weights(tower)
+        reader = image_reader(path, files, 1 << 20)
+        assert reader
+    return Seeing(model, Eyes(model, tower, files), reader, find_layout(model).layout)
+
+
+def prompt(seen: Seeing, *parts: Sequence[int] | Image) -> tuple[list[int], list[ImageSpan]]:
+    """Token ids of texts and images."""
+    ids: list[int] = []
+    spans = []
+    for part in parts:
+        if isinstance(part, Image):
+            more, span = seen.reader.span(part, len(ids))
+            spans.append(span)
+        else:
+            more = list(part)
+        ids += more
+    return ids, spans

@@ -9,8 +9,10 @@ import importlib
 import json
 import sys
 import unicodedata
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,11 +35,19 @@ def chat(
         float | None,
         typer.Option(min=0, metavar="<float>", help="0 is greedy; default: the model's own."),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="<file>", help="An image for the first message; may be repeated."),
+    ] = None,
 ) -> None:
     """Chat with the running server: /reset starts again, /exit ends, Ctrl-C stops an answer."""
     server = server_of(url, api_key)
     with request(*server, "GET", "/v1/models") as response:
-        model = json.load(response)["data"][0]["id"]
+        info = json.load(response)["data"][0]
+    model = info["id"]
+    images = [_image_part(file) for file in image or ()]
+    if images and "image" not in info.get("input_modalities", ()):
+        raise ClientError(f"--image: {model} reads text only; serve a model that sees images")
     opening = [{"role": "system", "content": system}] if system else []
     body: Json = {"model": model, "messages": opening, "stream": True}
     if temperature is not None:
@@ -53,17 +63,18 @@ def chat(
             body["messages"] = opening
         elif text:
             try:
-                answer(*server, body, text)
+                answer(*server, body, [*images, {"type": "text", "text": text}] if images else text)
+                images = []
             except ClientError as error:
                 if not interactive:  # at a terminal only a missing server ends the chat
                     raise
                 _note(f"error: {error}")
 
 
-def answer(url: str, api_key: str, body: Json, text: str) -> None:
+def answer(url: str, api_key: str, body: Json, content: str | list[Json]) -> None:
     """Print one answer and its reasoning as they stream, and append question and answer to
     `body["messages"]`. Ctrl-C stops it; a partial answer stays in the conversation."""
-    messages = [*body["messages"], {"role": "user", "content": text}]
+    messages = [*body["messages"], {"role": "user", "content": content}]
     payload = body | {"messages": messages}
     reply, thinking = "", False
     try:
@@ -85,6 +96,15 @@ def answer(url: str, api_key: str, body: Json, text: str) -> None:
         if reply:
             print(flush=True)
             body["messages"] = [*messages, {"role": "assistant", "content": reply}]
+
+
+def _image_part(file: Path) -> Json:
+    """An image's file as a part of a message. Raises ClientError."""
+    try:
+        data = b64encode(file.expanduser().read_bytes()).decode()
+    except OSError as error:
+        raise ClientError(f"--image: {file}: {error.strerror}; give a file") from error
+    return {"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}}
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Json]:

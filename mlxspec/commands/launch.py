@@ -32,6 +32,7 @@ def settings_of(
     key: str,
     model: str,
     context: int,
+    sees: bool = False,
 ) -> tuple[dict[str, str], list[str]]:
     """The variables and the flags that point an agent at the server, whose `url` is without /v1."""
     agent = AGENTS[name]
@@ -42,6 +43,8 @@ def settings_of(
         "json_key": json.dumps(key)[1:-1],
         "json_model": json.dumps(model)[1:-1],
         "context": context,
+        "sees": json.dumps(sees),
+        "modalities": '["text", "image"]' if sees else '["text"]',
         "compact_at": int(context * COMPACT_AT),
         "eighth": min(context // 8, MAX_OUTPUT),
         "quarter": min(context // 4, MAX_OUTPUT),
@@ -94,7 +97,8 @@ def launch(
     with request(server, key, "GET", f"/v1/models/{quote(model)}") as response:
         info = json.load(response)
         context = int(info["context_window"])
-        variables, flags = settings_of(agent, server, key or "none", info["id"], context)
+        sees = "image" in info.get("input_modalities", ())
+        variables, flags = settings_of(agent, server, key or "none", info["id"], context, sees)
     prompt = entry.get("prompt", 0)
     if prompt * 2 > context:
         print(

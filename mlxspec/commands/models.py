@@ -23,7 +23,8 @@ MAX_CACHED = 200  # versions of tokenizers' files in it
 class LocalModel:
     """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
     it is not downloaded, and `bytes` is the size of the download. `fits`: whether it can be loaded
-    here, by the sizes of its files; `tools`: how its calls are read; `head`: what drafts for it."""
+    here, by the sizes of its files; `tools`: how its calls are read; `head`: what drafts for it;
+    `sees`: whether it takes images."""
 
     name: str
     kind: str  # "model" or "head"
@@ -32,6 +33,7 @@ class LocalModel:
     fits: str = ""
     tools: str = ""
     head: str = ""
+    sees: bool = False
 
 
 def local_models(config: Config) -> list[LocalModel]:
@@ -43,6 +45,7 @@ def local_models(config: Config) -> list[LocalModel]:
     from mlxspec.model.hub import cache_of, installed
     from mlxspec.model.layout import has_code
     from mlxspec.speculate.heads.files import find_head
+    from mlxspec.text.images import image_reader
 
     catalog, local, downloaded = cards(), [], installed()
     for name in dict.fromkeys((*models_of(config), *catalog, *sorted(downloaded))):
@@ -64,7 +67,8 @@ def local_models(config: Config) -> list[LocalModel]:
                 tools = _cached_tools(path, cache_of(config) / TOOLS_FILE)
             if config.speculate and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            local.append(LocalModel(name, "model", path, size, fits=fits, tools=tools, head=drafts))
+            sees = config.vision and image_reader(path, head.config, 1 << 20) is not None
+            local.append(LocalModel(name, "model", path, size, fits, tools, drafts, sees=sees))
     return local
 
 
@@ -148,6 +152,15 @@ def models(as_json: AsJson = False) -> None:
     for one in local:
         path = str(one.path or "not downloaded").replace(str(Path.home()), "~")
         rows.append(
-            (one.name, one.kind, format_size(one.bytes), one.fits, one.tools, one.head, path),
+            (
+                one.name,
+                one.kind,
+                format_size(one.bytes),
+                one.fits,
+                "yes" if one.sees else "",
+                one.tools,
+                one.head,
+                path,
+            ),
         )
-    print_table(("name", "kind", "size", "fits", "tools", "head", "path"), rows)
+    print_table(("name", "kind", "size", "fits", "images", "tools", "head", "path"), rows)

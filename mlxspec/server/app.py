@@ -126,6 +126,7 @@ def _model(served: Served) -> Json:
         "max_model_len": info.context,
         "max_input_tokens": info.context,
         "max_tokens": info.context,
+        "input_modalities": ["text", "image"] if info.sees else ["text"],  # OpenRouter's name
         "status": served.status,
         "pinned": served.pinned,
         "weight_bytes": info.weight_bytes,

@@ -236,6 +236,8 @@ async def show(http: HttpRequest, body: Chat, model: TextModel) -> Response:
     capabilities = ["completion", "tools"]
     if format_of(model.tokenizer).think_start:
         capabilities.append("thinking")
+    if model.info.sees:
+        capabilities.append("vision")
     return JSONResponse({**_model(model.info), "capabilities": capabilities})
 
 

@@ -18,10 +18,10 @@ from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState
 
-FILES = ("index.html", "page.css", "page.js", "charts.js", "chat.js", "icon.svg")
+FILES = ("index.html", "page.css", "page.js", "charts.js", "chat.js", "pictures.js", "icon.svg")
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
-    " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {

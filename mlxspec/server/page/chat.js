@@ -2,6 +2,7 @@
 // Rule: model output becomes text, never markup. The conversation is kept in this tab only.
 
 import { element, put } from "./charts.js";
+import { give, setUpPictures, take, thumbnail } from "./pictures.js";
 
 const $ = (id) => document.getElementById(id);
 const talk = []; // messages in the API's format
@@ -33,10 +34,11 @@ export async function complaint(response) {
   }
 }
 
-function turn(role, text) {
+function turn(role, text, pictures = []) {
   const made = element($("log"), "div", `turn ${role}`);
   element(made, "span", "who", { user: "You", assistant: "Model", error: "Error" }[role]);
   const body = element(made, "div", "body", text);
+  for (const picture of pictures) thumbnail(made, picture);
   follow(true);
   return { made, body };
 }
@@ -54,8 +56,9 @@ function busy(on) {
 }
 
 // `headers()` makes a request's headers, `onLocked()` is called when the API key was refused, `loading()` is the
-// name of the model that is loading.
-export function setUp(headers, onLocked, loading) {
+// name of the model that is loading, `sees()`: whether the chosen model sees images.
+export function setUp(headers, onLocked, loading, sees) {
+  setUpPictures(sees);
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask(headers, onLocked, loading);
@@ -77,12 +80,16 @@ export function setUp(headers, onLocked, loading) {
 
 async function ask(headers, onLocked, loading) {
   const text = $("say").value.trim();
-  if (!text || running) return;
+  if (running) return;
+  const pictures = take();
+  if (!text && !pictures.length) return;
   $("say").value = "";
-  const mine = turn("user", text), answer = turn("assistant", "");
+  const mine = turn("user", text, pictures), answer = turn("assistant", "");
   answer.made.classList.add("coming");
   const control = (running = new AbortController());
-  const messages = [...talk, { role: "user", content: text }];
+  const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  const content = parts.length ? [...parts, { type: "text", text }] : text;
+  const messages = [...talk, { role: "user", content }];
   const found = { text: "", thought: null, usage: null, read: "", began: performance.now(), first: 0 };
   let wrong = "";
   busy(true);
@@ -117,6 +124,7 @@ async function ask(headers, onLocked, loading) {
     if (wrong || control.signal.aborted) {
       mine.made.remove();
       if (!$("say").value) $("say").value = text;
+      give(pictures);
     } else wrong = "the model returned an empty answer";
   }
   if (wrong) turn("error", wrong);

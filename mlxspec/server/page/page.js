@@ -18,6 +18,9 @@ let points = []; // values of the charts by second, at most SPAN; null without a
 let seen = null; // time of the newest snapshot: the server's clock and ours
 let undrawn = null; // the newest snapshot, until the browser draws it
 let loading = ""; // the name of the model that is loading
+let seeing = new Set(); // the names of the models that see images
+
+const sees = () => seeing.has($("model").value);
 
 // ---- numbers ---------------------------------------------------------------------------------------------
 
@@ -231,11 +234,13 @@ function models(now) {
       const entry = element(list, "li");
       element(entry, "span", `status ${m.status}`, m.status + (m.pinned ? ", pinned" : ""));
       element(entry, "b", "", m.info.name);
-      const facts = `${count(m.info.context)} tokens of context, ${bytes(m.info.weight_bytes)} of weights, layout ${m.info.layout}${m.info.exact ? `, ${m.info.exact}` : ''}`;
+      const facts = `${count(m.info.context)} tokens of context, ${bytes(m.info.weight_bytes)} of weights${m.info.sees ? ", sees images" : ""}, layout ${m.info.layout}${m.info.exact ? `, ${m.info.exact}` : ''}`;
       element(entry, "span", "sub", m.error || facts);
     }
   });
   const names = now.models.map((m) => m.info.name), pick = $("model");
+  seeing = new Set(now.models.filter((m) => m.info.sees).map((m) => m.info.name));
+  $("picture-add").hidden = !sees();
   if (names.join("\n") === [...pick.options].map((o) => o.value).join("\n")) return;
   const chosen = pick.value;
   pick.replaceChildren();
@@ -368,6 +373,7 @@ async function keep() {
   }
 }
 
-setUp(headers, lock, () => loading);
+setUp(headers, lock, () => loading, sees);
+$("model").addEventListener("change", () => ($("picture-add").hidden = !sees()));
 window.addEventListener("resize", () => points.at(-1) && lines());
 keep();

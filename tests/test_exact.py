@@ -67,7 +67,7 @@ def layout_of(kind: str) -> str:
 
 
 def found(m: nn.Module, layout: str) -> Invariance:
-    recorded = record(Runner(m, layout, BLOCK, 32))
+    recorded = record(Runner(m, layout, BLOCK, 32), list(range(1, 32)))
     return find_invariance(recorded, BLOCK, recurrent.by_rows(m))
 
 

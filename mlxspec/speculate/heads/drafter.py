@@ -54,7 +54,7 @@ class HeadDrafter(Drafter):
         self.runner = runner
         self.costs = DraftCosts()
         self._pass = head.pass_type(head, runner)
-        runner.adopted = self._pass.pages
+        runner.head_pages = self._pass.pages
         self.use(head.taps)
         self._live: dict[Seq, ReadState] = {}
 
@@ -78,8 +78,8 @@ class HeadDrafter(Drafter):
 
     def close(self) -> None:
         # Else blocks would be saved whose rows it did not read.
-        self.runner.complete = not self.runner.adopted
-        self.runner.adopted = ()
+        self.runner.complete = not self.runner.head_pages
+        self.runner.head_pages = ()
         self._live.clear()
         # Recurrent states with and without hidden states cannot share a batch.
         if not self.runner.states.layers:

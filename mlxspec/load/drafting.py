@@ -159,7 +159,7 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
     drafting.key = fingerprint(drafting.path, {})
     try:
         with pool.lent(2 * MORE) as table:
-            drafter.make_one(table)
+            drafter.draft_once(table)
             if kv.states is not None:
                 # Shows what a state holds before one comes from the disk.
                 time_step(engine.runner, table, 1, rows=1)

@@ -200,7 +200,7 @@ class Scheduler:
                 continue
             # An embedding needs every row, and the texts of an index would evict conversations.
             sharing = self.sharing and not seq.request.pooling
-            match = self.kv.match(seq.tokens, self.kv.turn(seq)) if sharing else PrefixMatch()
+            match = self.kv.match(seq.tokens, self.kv.chunked(seq)) if sharing else PrefixMatch()
             if self.running:
                 # Blocks that it shares with running sequences need no free ones.
                 cached = match.tables[0] if match.tables else ()

@@ -177,12 +177,13 @@ async def _others(run: Run, model: str) -> None:
     for name in run.asked(model):
         run.say(f"start with {model}: {name}")
         headed = run.servers[name][0].headed if head else None
-        await _up(run, name, (model, 0), folder, headed, head)
+        if await _up(run, name, (model, 0), folder, headed, head):
+            await settle(run.up[name])
 
 
 async def _start(run: Run, name: str, n: int) -> None:
     """Start it, the last time for good; the first time it may have to calibrate or to fill
-    caches."""
+    caches. What it does in idle moments then is over before another one is measured."""
     if n and name not in run.started:
         return  # it was said why when it did not
     run.say(f"start {n + 1}: {name}")
@@ -198,6 +199,8 @@ async def _start(run: Run, name: str, n: int) -> None:
     run.say("", 8)
     if n < run.starts - 1:
         run.up.pop(name).end()
+    else:
+        await settle(run.up[name])
 
 
 async def _up(

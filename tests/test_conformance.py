@@ -18,7 +18,7 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.layout import LayoutChoice, find_layout
-from mlxspec.model.recurrent import own
+from mlxspec.model.recurrent import copied
 from mlxspec.types import UserError
 from tests.support import tiny
 from tests.support.architectures import (
@@ -54,7 +54,7 @@ def engine(m: object, found: LayoutChoice) -> Engine:
     groups = KVCacheManager(
         BlockPool(64, BLOCK),
         [Window(w, BlockPool(n, BLOCK)) for w, n in windows.items()],
-        StateCache(16, 1, own) if found.cache_bytes.state else None,
+        StateCache(16, 1, copied) if found.cache_bytes.state else None,
     )
     scheduler = Scheduler(
         groups,

@@ -2,14 +2,18 @@
 
 import os
 import runpy
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxspec.commands.bench import figures
 from mlxspec.commands.table import print_table
+from mlxspec.service import launchd
 from mlxspec.types import Output
 from tests.support.checkpoints import save
 from tests.tiny_tokenizer import save_tokenizer
@@ -88,6 +92,40 @@ def test_mlx_lm_has_its_own_command_buffers(monkeypatch: pytest.MonkeyPatch) -> 
     shown = "import os; print(os.environ.get('MLX_MAX_OPS_PER_BUFFER'))"
     script = runpy.run_path(str(SCRIPT))
     assert script["run"](sys.executable, "-c", shown, without=(script["OPS"],)) == "None"
+
+
+def test_a_service_is_asked_until_it_answers_200(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server that loads answers 503, and one that dies sends nothing; beside an installed service
+    the part would wait for that one's lock."""
+    said = [b"HTTP/1.0 503 Busy\r\n\r\n", b"", b"HTTP/1.0 200 OK\r\n\r\n"]
+
+    def serve(agent: dict[str, Any]) -> None:
+        port = agent["flags"]["port"]
+        listener = socket.create_server(("127.0.0.1", int(port)))
+
+        def answer() -> None:
+            with listener:
+                for words in said:
+                    with listener.accept()[0] as client:
+                        client.recv(1000)
+                        client.sendall(words)
+
+        threading.Thread(target=answer, daemon=True).start()
+
+    removed = []
+    monkeypatch.setattr(launchd, "agent_file", lambda: tmp_path / "agent")
+    monkeypatch.setattr(launchd, "definition", lambda flags, env: {"flags": flags})
+    monkeypatch.setattr(launchd, "load_agent", serve)
+    monkeypatch.setattr(launchd, "remove_agent", removed.append)
+    script = runpy.run_path(str(SCRIPT))
+    part = script["service"]
+    monkeypatch.setitem(part.__globals__, "only_on_a_mac", lambda: None)
+    assert "200 OK" in part("") and len(removed) == 1
+    (tmp_path / "agent").touch()
+    with pytest.raises(script["Elsewhere"], match="installed"):
+        part("")
 
 
 def test_kernels_are_written_without_zig(tmp_path: Path) -> None:

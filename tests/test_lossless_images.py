@@ -29,11 +29,7 @@ HEADS = {"mistral3": ("eagle3",), "qwen3_5": ("mtp", "eagle3"), "qwen3_vl": ("mt
 
 def runs(*axes: list, every: int = 2) -> list:
     rows = in_turn(LAYOUTS, DRAFTERS, *axes, every=every)
-    return [
-        row
-        for row in rows
-        if row.values[2] in (*DRAFTERS[:4], *HEADS.get(row.values[0], ()))
-    ]
+    return [row for row in rows if row.values[2] in (*DRAFTERS[:4], *HEADS.get(row.values[0], ()))]
 
 
 def engine(kind: str, layout: str, **options) -> Engine:

@@ -24,9 +24,9 @@ Tokens = tuple[int, ...]
 Queue = OrderedDict[int, None]  # of blocks
 
 
-def turned(parent: bytes) -> bytes:
-    """The key that stands for `parent` where what follows is computed in another order: blocks with
-    the same tokens then have other bits."""
+def after_chunks(parent: bytes) -> bytes:
+    """The key that replaces `parent`, the last block computed in whole chunks, for the blocks after
+    it: their order of summation is another, so that the same tokens have other bits."""
     return blake2b(b"turn", digest_size=16, key=parent).digest()
 
 
@@ -62,22 +62,22 @@ class BlockPool:
 
     # ---- the index
 
-    def chain(self, tokens: Ids, parent: bytes = ROOT, turn: int = -1) -> Iterator[bytes]:
-        """The keys of the full blocks of `tokens`, which follow the block with key `parent`. Those
-        from number `turn` on are of another chain, see `turned`."""
+    def chain(self, tokens: Ids, parent: bytes = ROOT, chunked: int = -1) -> Iterator[bytes]:
+        """The keys of the full blocks of `tokens`, which follow the block with key `parent`. The
+        first `chunked` end the whole chunks, see `after_chunks`; below 0: no chunks end here."""
         key = parent
         content = np.asarray(tokens, np.int32).tobytes()
         size = TOKEN_BYTES * self.block_size
         for end in range(size, len(content) + 1, size):
             block = content[end - size : end]
-            if end == (turn + 1) * size:
-                key = turned(key)
+            if end == (chunked + 1) * size:
+                key = after_chunks(key)
             key = blake2b(block, digest_size=16, key=key).digest()
             yield key
 
-    def match(self, tokens: Ids, turn: int = -1) -> list[bytes]:
+    def match(self, tokens: Ids, chunked: int = -1) -> list[bytes]:
         """The keys of the longest cached prefix of `tokens`, in full blocks. Changes nothing."""
-        return list(takewhile(self.by_key.__contains__, self.chain(tokens, turn=turn)))
+        return list(takewhile(self.by_key.__contains__, self.chain(tokens, chunked=chunked)))
 
     def match_partial(self, parent: bytes, tokens: Ids) -> tuple[int, int]:
         """The block after `parent` that shares the most leading tokens with `tokens`, and their
@@ -92,10 +92,10 @@ class BlockPool:
                 most = shared
         return best, most
 
-    def parent(self, keys: Sequence[bytes], n: int, turn: int = -1) -> bytes:
-        """The key of the block before block `n` of a chain that turns at number `turn`."""
+    def parent(self, keys: Sequence[bytes], n: int, chunked: int = -1) -> bytes:
+        """The key before block `n` of a chain whose first `chunked` blocks are in whole chunks."""
         key = keys[n - 1] if n else ROOT
-        return turned(key) if n == turn else key
+        return after_chunks(key) if n == chunked else key
 
     def cache(self, block: int, parent: bytes, tokens: Tokens, key: bytes = b"") -> None:
         """Index a block that holds `tokens` after the block with key `parent`, by its own `key`.

@@ -167,7 +167,7 @@ class KVOffloader:
         pool = self.cache.pool
         most = min(len(seq.tokens) - 1, len(pool.free_blocks) * pool.block_size)
         hashes = []
-        for key in pool.chain(seq.tokens[:most], turn=self.cache.turn(seq)):
+        for key in pool.chain(seq.tokens[:most], chunked=self.cache.chunked(seq)):
             if not self._has(0, key):
                 break
             hashes.append(key)
@@ -257,7 +257,7 @@ class KVOffloader:
             for block, (_, i) in zip(blocks, locations.values(), strict=True):
                 start = i * pool.block_size
                 tokens = tuple(seq.tokens[start : start + pool.block_size])
-                parent = pool.parent(hashes, i, self.cache.turn(seq))
+                parent = pool.parent(hashes, i, self.cache.chunked(seq))
                 pool.cache(block, parent, tokens, key=hashes[i])
         finally:
             pool.free(blocks)  # one whose hash is cached already has no content

@@ -125,43 +125,44 @@ class KVCacheManager:
 
     # ---- the prefix cache
 
-    def turn(self, seq: Seq) -> int:
-        """The number of the first block of a sequence behind its prompt's whole chunks; -1: there
-        are no chunks."""
+    def chunked(self, seq: Seq) -> int:
+        """The number of blocks in the whole chunks of a sequence's prompt; -1: there are no
+        chunks."""
         return seq.kept.whole_rows(self.chunk) // self.block_size if self.chunk else -1
 
-    def match(self, tokens: Sequence[int], turn: int = -1) -> PrefixMatch:
-        """The longest reusable prefix of `tokens` without the last one, for a sequence with this
-        `turn`. The pools do not change; a matching state becomes the most recently used."""
+    def match(self, tokens: Sequence[int], chunked: int = -1) -> PrefixMatch:
+        """The longest reusable prefix of `tokens` without the last one, for a sequence with so many
+        `chunked` blocks. The pools do not change; a matching state becomes the most recently
+        used."""
         prompt = tuple(tokens[:-1])
-        match = self._match(prompt, len(prompt), turn)
+        match = self._match(prompt, len(prompt), chunked)
         if not self.recompute_last:
             return match
-        whole = max(0, turn * self.block_size)
+        whole = max(0, chunked * self.block_size)
         while match.hashes and not match.sources and match.length > whole:
             # The last token is computed again in a copy: the block itself is shared.
             shared = len(match.hashes) - 1
-            match = self._match(prompt[: match.length], shared, turn)
+            match = self._match(prompt[: match.length], shared, chunked)
         if match.length > whole:
             match.length -= 1
         return match
 
-    def _match(self, prompt: Tokens, most: int, turn: int) -> PrefixMatch:
+    def _match(self, prompt: Tokens, most: int, chunked: int) -> PrefixMatch:
         """The longest reusable prefix of `prompt` that shares at most `most` blocks."""
         size = self.block_size
-        cached = self.pool.match(prompt, turn)[:most]
+        cached = self.pool.match(prompt, chunked)[:most]
         full_length = len(cached) * size
         tails: dict[bytes, list[Tokens]] = {}  # of the states, by the block before them
         for key, tail in self.states.kept if self.states else ():
             tails.setdefault(key, []).append(tail)
         for n in range(len(cached), -1, -1):
             hashes = cached[:n]
-            inside = n < turn  # the whole chunks
+            inside = n < chunked  # the whole chunks
             if inside and n * size % self.chunk:
                 continue
             if not all(w.pool.by_key.keys() >= set(w.seen(hashes)) for w in self.windows):
                 continue
-            before, parent = self.pool.parent(cached, n), self.pool.parent(cached, n, turn)
+            before, parent = self.pool.parent(cached, n), self.pool.parent(cached, n, chunked)
             rest = () if inside else prompt[n * size : (n + 1) * size]
             ends = [rest]
             if self.states is not None:
@@ -186,13 +187,13 @@ class KVCacheManager:
         """Index the full blocks of the sequence's first `upto` tokens and extend
         `seq.block_hashes`."""
         size, hashes = self.block_size, seq.block_hashes
-        done, turn = len(hashes), self.turn(seq)
+        done, chunked = len(hashes), self.chunked(seq)
         before = self.pool.parent(hashes, done)
-        chain = self.pool.chain(seq.tokens[done * size : upto], before, turn - done)
+        chain = self.pool.chain(seq.tokens[done * size : upto], before, chunked - done)
         for n, key in enumerate(chain, done):
             content = tuple(seq.tokens[n * size : (n + 1) * size])
             for pool, table in self._tables(seq):
-                pool.cache(table[n], self.pool.parent(hashes, n, turn), content, key=key)
+                pool.cache(table[n], self.pool.parent(hashes, n, chunked), content, key=key)
             hashes.append(key)
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
@@ -218,7 +219,7 @@ class KVCacheManager:
         """Remove what the sequence has added to the prefix cache, and return the hashes of those
         blocks. The prefix that it matched stays."""
         first = min(seq.reported_cached // self.block_size, seq.shared)
-        before = self.pool.parent(seq.block_hashes, first, self.turn(seq))
+        before = self.pool.parent(seq.block_hashes, first, self.chunked(seq))
         gone = seq.block_hashes[first:]
         for pool, table in self._tables(seq):
             cached = {pool.by_key[key] for key in gone if key in pool.by_key}
@@ -235,8 +236,8 @@ class KVCacheManager:
         """The hash of the last full block before `upto`, and the tokens after it."""
         n = upto // self.block_size
         tail = seq.tokens[n * self.block_size : upto]
-        turn = self.turn(seq) if tail else -1  # up to a turn it is the same state
-        return self.pool.parent(seq.block_hashes, n, turn), tuple(tail)
+        chunked = self.chunked(seq) if tail else -1  # up to the last chunk it is the same state
+        return self.pool.parent(seq.block_hashes, n, chunked), tuple(tail)
 
     def evict_cached(self) -> None:
         """Evict everything that no sequence uses."""

@@ -2,8 +2,8 @@
 commit, observe.
 
 Rule: a step is submitted before the one in front of it is read, unless it samples nothing or
-`_needs_sync` says otherwise. A stop that is found a step later costs one wasted row, never a wrong
-token.
+`_needs_sync` says otherwise. A stop that is detected a step later costs one wasted row, never a
+wrong token.
 """
 
 import time
@@ -68,12 +68,12 @@ class Engine:
     spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0  # of the last step; 0: the disk took part of it
     monitor: MemoryMonitor | None = None
-    idle_work: Callable[[Check], None] | None = None  # what a first start still has to measure
+    idle_work: Callable[[Check], None] | None = None  # measurements left over from a first start
     in_flight: Step | None = None  # submitted and not read
     _pressure: int = NORMAL
     _disk_busy: bool = False  # blocks were moved to or from the disk after the last step
     _last_read: float = 0.0  # time at which a step was last read
-    _live: dict[Seq, None] = field(default_factory=dict)  # those that the drafters know
+    _live: dict[Seq, None] = field(default_factory=dict)  # sequences that the drafters have begun
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Engine:
         return failed
 
     def _advance(self, plan: Plan, accepted: Sequence[Accepted]) -> Outputs:
-        """Advance the grammars of choices that go on over the tokens that were accepted."""
+        """Advance the grammars of unfinished choices over the accepted tokens."""
         failed = []
         for e, new in zip(plan, accepted, strict=True):
             if e.seq.matcher and not e.seq.finish:
@@ -212,8 +212,8 @@ class Engine:
     # ---- after a step ------------------------------------------------------------------------
 
     def _learn_time(self, step: Step) -> None:
-        """Measure a step, which lasts from its beginning, or the read before it if that was later,
-        to its own read, which is now; and teach the prefill budget."""
+        """Measure the time of a step, from its start or the previous read, whichever is later, to
+        its read, which is now, and teach it to the prefill budget."""
         now = time.perf_counter()
         self.step_seconds = now - max(step.began, self._last_read)
         self._last_read = now
@@ -241,8 +241,8 @@ class Engine:
     # ---- idle moments ------------------------------------------------------------------------
 
     def work_idle(self, check: Check = lambda: None) -> None:
-        """Go on with what is left for idle moments, until it is done or `check`, which is called
-        before each step of it, raises Interrupted."""
+        """Continue the idle work until it is done or `check`, which is called before each of its
+        steps, raises Interrupted."""
         if self.idle_work:
             with suppress(Interrupted):
                 self.idle_work(check)
@@ -251,8 +251,8 @@ class Engine:
     # ---- housekeeping ------------------------------------------------------------------------
 
     def housekeep(self) -> None:
-        """Move blocks to and from the disk, and give memory back while it is short. After each
-        step, and when idle."""
+        """Move blocks to and from the disk, and free memory while it is short. After each step, and
+        when idle."""
         self._disk_busy = bool(self.offloader and self.offloader.poll(self.busy))
         if not self.monitor:
             return
@@ -268,7 +268,7 @@ class Engine:
         self._pressure = level
 
     def close(self, seconds: float) -> None:
-        """No step will follow: let the disk cache finish writing, for at most so many seconds."""
+        """End after the last step: let the disk cache finish writing, for at most `seconds`."""
         if self.offloader:
             for seq in self.scheduler.running:
                 self.offloader.save(seq)

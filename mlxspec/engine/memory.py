@@ -1,4 +1,4 @@
-"""Memory: what the machine has, and how short it is.
+"""Memory: what the machine has, and how much pressure it is under.
 
 Rule: no MLX. A figure that the system does not give is estimated conservatively.
 """
@@ -50,8 +50,8 @@ def sysctl(name: str) -> int:
 
 def total() -> int:
     """Bytes of memory of this machine."""
-    found = sysctl("hw.memsize") if DARWIN else 0
-    return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = sysctl("hw.memsize") if DARWIN else 0
+    return size or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available() -> int:
@@ -59,10 +59,10 @@ def available() -> int:
     Linux MemAvailable. If unknown, three quarters of the machine minus this process."""
     if DARWIN:
         pages = sum(sysctl(name) for name in FREE_PAGES)
-        found = sysctl("vm.pagesize") * pages
+        size = sysctl("vm.pagesize") * pages
     else:
-        found = _proc_table("meminfo").get("MemAvailable", 0)
-    return found or max(0, total() * 3 // 4 - footprint())
+        size = _proc_table("meminfo").get("MemAvailable", 0)
+    return size or max(0, total() * 3 // 4 - footprint())
 
 
 def footprint() -> int:
@@ -91,13 +91,13 @@ def _proc_table(name: str) -> dict[str, int]:
     return {key: int(size) << 10 for key, size in rows}
 
 
-# ---- how short it is
+# ---- pressure
 
 
 def system_level() -> int:
     """macOS's own memory pressure level; NORMAL elsewhere."""
-    found = sysctl("kern.memorystatus_vm_pressure_level") if DARWIN else 0
-    return MACOS_LEVELS.get(found, NORMAL)
+    level = sysctl("kern.memorystatus_vm_pressure_level") if DARWIN else 0
+    return MACOS_LEVELS.get(level, NORMAL)
 
 
 @dataclass(slots=True)
@@ -124,14 +124,14 @@ class MemoryMonitor:
         self.footprint = footprint()
         free = available()
         short = total() // FREE_PART
-        found = max(system_level(), self.others())
+        level = max(system_level(), self.others())
         if free < short:
-            # A full and healthy Mac has few free pages, as it compresses: there macOS says so.
+            # A healthy Mac has few free pages, as it compresses: there macOS's level decides.
             very = free < short // 2 and not DARWIN
-            found = max(found, CRITICAL if very else WARN)
+            level = max(level, CRITICAL if very else WARN)
         before = self.level
-        if found >= self.level or now - self._since >= HOLD_S:
-            self.level = found
+        if level >= self.level or now - self._since >= HOLD_S:
+            self.level = level
             self._since = now
         if self.level != before:
             log.warning("memory is %s (%s free)", LEVELS[self.level], format_size(free))

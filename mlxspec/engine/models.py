@@ -33,7 +33,7 @@ from mlxspec.types import (
 
 CLOSE_S = 2.0  # for a model's disk cache to finish writing, before the process ends
 UNLOAD_S = 0.5  # likewise, while other models wait
-LARGE = 0.6  # of the machine's memory: weights that macOS was seen to page out
+LARGE = 0.6  # of the machine's memory: macOS was seen to page out larger weights
 RELEASE_S = 4.0  # of idleness, after which buffers are freed that the next step would use again
 RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
 
@@ -108,7 +108,7 @@ class ModelManager:
     monitor: memory.MemoryMonitor = field(default_factory=memory.MemoryMonitor)
     load_on_request: bool = False
     group: ProcessGroup = ALONE
-    wired: bool = False  # the first model that is loaded
+    wired: bool = False  # wire the weights of the first model that is loaded
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Order] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
@@ -129,12 +129,12 @@ class ModelManager:
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether something is left for idle moments."""
+        """Whether an engine has work for idle moments."""
         return any(engine.idle_work for engine in self._engines())
 
     def work_idle(self, check: Check) -> None:
-        """Go on with what is left for idle moments, until `check` raises Interrupted. What fails is
-        given up until the next start."""
+        """Continue the idle work of all engines until `check` raises Interrupted. Work that fails
+        is dropped until the next start."""
         for engine in self._engines():
             try:
                 with self.group.together():
@@ -153,7 +153,7 @@ class ModelManager:
 
     def poll(self) -> None:
         """While idle: check the engines' invariants, evict caches if memory is short, and after
-        RELEASE_S give back the buffers that steps have left."""
+        RELEASE_S free the buffers that steps left behind."""
         self.group.poll()
         if meter.held()[1] and self.clock() - max(slot.used for slot in self.slots) > RELEASE_S:
             meter.trim()
@@ -248,8 +248,8 @@ class ModelManager:
     # ---- loads and unloads
 
     def _choose_evictions(self) -> Results:
-        """Choose the models to unload for the first waiting order: none more than its model needs,
-        idle before busy, least recently used first. If all are too few, answer that it fails."""
+        """Choose the models to unload for the first waiting order: no more than its model needs,
+        idle before busy, least recently used first. If all are not enough, fail the order."""
         if not self._waiting:
             return []
         order = self._waiting[0]
@@ -271,8 +271,8 @@ class ModelManager:
         return self.memory_check(slot, staying)
 
     def step(self) -> Results:
-        """Unload or load for the first waiting order, if no model that is to leave is busy; else
-        do a step of the next active model."""
+        """Unload or load for the first waiting order, if no model in `_leaving` is busy; else do a
+        step of the next active model."""
         if self._waiting and not any(slot.busy for slot in self._leaving):
             if not self._leaving:
                 return self._load(self._slot(self._waiting[0]))
@@ -284,11 +284,11 @@ class ModelManager:
             self._turns.rotate(-1)
             if slot.engine and slot.engine.active:
                 slot.used = self.clock()
-                own = slot.engine
-                if not own.busy:  # it only saves blocks, which a slow disk may hold up
+                engine = slot.engine
+                if not engine.busy:  # it only saves blocks, which a slow disk may hold up
                     self.group.poll()
-                alone = not any(each.busy for each in self._engines() if each is not own)
-                return [*own.step(alone)]
+                alone = not any(other.busy for other in self._engines() if other is not engine)
+                return [*engine.step(alone)]
         return []
 
     def _load(self, slot: ModelSlot) -> Results:
@@ -327,7 +327,7 @@ class ModelManager:
         elif memory.DARWIN and info.weight_bytes > LARGE * memory.total():
             log.warning(
                 "%s takes over 60 %% of memory and is not wired: macOS may page weights out, which"
-                " makes it crawl; docs/memory.md tells what --wired on costs",
+                " makes it crawl; docs/memory.md says what --wired on costs",
                 info.name,
             )
 
@@ -337,7 +337,7 @@ class ModelManager:
         slot.failed = self.clock()
         log.error("%s", slot.error)
         outputs: Results = []
-        for order in [each for each in self._waiting if self._slot(each) is slot]:
+        for order in [order for order in self._waiting if self._slot(order) is slot]:
             self._waiting.remove(order)
             outputs += _end(order, "error", error=slot.error, fault="model")
         return outputs + self._dispatch_waiting()
@@ -376,8 +376,8 @@ def _end(order: Order, finish: Finish, **reason: Any) -> Results:
 
 
 def release_memory() -> None:
-    """Free what is not referenced any more: models are full of cycles, and MLX keeps buffers."""
-    gc.unfreeze()  # what the start made may be a part of them
+    """Free memory that nothing references: models are full of cycles, and MLX keeps buffers."""
+    gc.unfreeze()  # the start froze objects that may be part of them
     gc.collect()
     mx.synchronize()
     meter.trim()

@@ -1,7 +1,7 @@
 """Which sequence computes which tokens in a step: admission, budget, blocks, preemption, commit.
 
 Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to the
-tokens that exist plus its draft. Where blocks run out, drafts are cut first, then the youngest
+tokens that exist plus its draft. When blocks run out, drafts are cut first, then the youngest
 sequence is preempted. No MLX here.
 """
 
@@ -34,8 +34,8 @@ MAX_DEFERRED = 8  # plans in which shorter prefills may go first
 class Scheduler:
     """Holds every live sequence. Engine thread only.
 
-    `context` bounds prompt + output in tokens; `sharing` is off where blocks do not hold all that a
-    model keeps of a prefix; `can_draft` is off where a rejected draft cannot be rolled back.
+    `context` bounds prompt + output in tokens; `sharing` is off where blocks do not hold everything
+    a model keeps of a prefix; `can_draft` is off where a rejected draft cannot be rolled back.
     With `low_memory`, sequences are started one at a time.
     """
 
@@ -76,14 +76,14 @@ class Scheduler:
         if room <= 0:
             raise InvalidRequest(too_long(len(request.prompt), self.limit))
         request = replace(request, max_tokens=min(request.max_tokens, room))
-        made = []
+        choices = []
         for index in range(request.n):
             seq = Seq(request, index, next(self._order), tokens=[*request.prompt])
             seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
-            made.append(seq)
-        self.waiting += made
+            choices.append(seq)
+        self.waiting += choices
 
     def abort(self, request: str, index: int | None = None) -> Outputs:
         """End the choices of `request` (all, or one) and free their blocks."""
@@ -118,12 +118,12 @@ class Scheduler:
         prefills = [s for s in ready if s.remaining > 1]
         prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
         for seq in prefills:
-            left = seq.remaining
-            n = min(left, self.prefill_budget.rows(plan, seq.computed, decoding))
+            budget = self.prefill_budget.rows(plan, seq.computed, decoding)
+            n = min(seq.remaining, budget)
             n = self.kv.limit_rows(seq, n)
             if n > 0 and self._add_entry(plan, seq, n):
                 seq.deferred = 0
-                decoding |= plan[-1].samples  # its answer begins with this step: it waits as well
+                decoding |= plan[-1].samples  # its answer begins with this step and waits for it
             else:
                 seq.deferred += 1
         for e in plan:
@@ -200,9 +200,9 @@ class Scheduler:
                 continue
             # An embedding needs every row, and the texts of an index would evict conversations.
             sharing = self.sharing and not seq.request.pooling
-            match = self.kv.match(seq.tokens, self.kv.turn(seq)) if sharing else PrefixMatch()
+            match = self.kv.match(seq.tokens, self.kv.chunked(seq)) if sharing else PrefixMatch()
             if self.running:
-                # It takes no free blocks for those that it shares with running sequences.
+                # Blocks that it shares with running sequences need no free ones.
                 cached = match.tables[0] if match.tables else ()
                 shared = [block for block in cached if block not in self.pool.free_blocks]
                 if self._lacking(seq) - len(shared) > free:
@@ -338,20 +338,20 @@ class Scheduler:
 
 
 def cut_at_stop(entry: Entry, sampled: list[int], logprobs: list[Logprob]) -> Accepted:
-    """The tokens of an entry that count: up to and with a stop token, `max_tokens` at most, those
-    before NOT_FINITE."""
+    """The sampled tokens of an entry that are valid: those before NOT_FINITE, up to and including a
+    stop token, at most `max_tokens`."""
     request = entry.seq.request
     room = request.max_tokens - entry.seq.generated
-    found = list(takewhile(NOT_FINITE.__ne__, sampled[:room]))
-    finish: Finish | None = "length" if len(found) == room else None
+    tokens = list(takewhile(NOT_FINITE.__ne__, sampled[:room]))
+    finish: Finish | None = "length" if len(tokens) == room else None
     if NOT_FINITE in sampled[:room]:
         finish = "error"
     if request.pooling:
         return Accepted(finish=finish)
-    for n, token in enumerate(found, 1):
+    for n, token in enumerate(tokens, 1):
         if token in request.stop_tokens:
-            return Accepted(found[:n], logprobs[:n], "stop")
-    return Accepted(found, logprobs[: len(found)], finish)
+            return Accepted(tokens[:n], logprobs[:n], "stop")
+    return Accepted(tokens, logprobs[: len(tokens)], finish)
 
 
 def _output(seq: Seq, new: Accepted, error: str = "") -> Output:

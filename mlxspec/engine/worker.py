@@ -37,8 +37,8 @@ RETRY_S = 5  # after which a client may try again when the queue is full
 DRAIN_POLL_S = 0.02
 STOP_S = 30.0  # for the step in progress to end
 MAX_UNREAD = 1 << 14  # outputs that a client may leave unread, per choice; 0.5 to 3 KB each
-QUIET_S = 0.5  # without an order, until an idle engine measures: requests come in groups
-IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
+QUIET_S = 0.5  # without orders before an idle engine measures: requests come in groups
+IDLE_POLL_S = 5.0  # between checks of memory and of the age of idle models
 STOPPING = "the server is stopping"
 
 
@@ -78,7 +78,7 @@ class Worker:
         self._inbox: SimpleQueue[Callable[[], Results]] = SimpleQueue()
         self._stopping = self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Those of running choices, by request and index; on the loop's thread.
+        # Of running choices, by request and index; on the loop's thread.
         self._mailboxes: dict[tuple[str, int], Mailbox] = {}
         self._commands: dict[LoadCommand, asyncio.Future[None]] = {}  # likewise
         self._started = threading.Event()  # or failed to
@@ -227,8 +227,8 @@ class Worker:
             if output.finish:
                 del self._mailboxes[choice]
             if mailbox.unread.qsize() > mailbox.limit:
-                its = [each for each, box in self._mailboxes.items() if box is mailbox]
-                self._end(its, "error", fault="client")
+                choices = [choice for choice, box in self._mailboxes.items() if box is mailbox]
+                self._end(choices, "error", fault="client")
 
     def _deliver_or_die(self, outputs: Results) -> None:
         try:
@@ -239,7 +239,7 @@ class Worker:
 
     def die(self, error: BaseException) -> None:
         """Fail all requests, or the launch; for any thread. The first error counts. After one that
-        is no Exception the engine's thread may wait for ever."""
+        is not an Exception the engine's thread may wait for ever."""
         if self._error is not None:
             return
         self._error = error
@@ -295,7 +295,7 @@ class Worker:
         return True
 
     def _check_idle(self) -> None:
-        """Raises Interrupted where an order waits, or the thread is to end."""
+        """Raises Interrupted if an order waits or the thread is to end."""
         self._progress = time.monotonic()
         if not self._inbox.empty():
             raise Interrupted

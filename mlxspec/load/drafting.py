@@ -1,4 +1,4 @@
-"""What drafts for a model beside copies: a small model, a trained head, or neither.
+"""What drafts for a model besides copies: a small model, a trained head, or neither.
 
 Rule: a small model that cannot draft is the user's mistake and is refused; a head that does not fit
 is left out, and the log says why.
@@ -15,7 +15,7 @@ from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.trial import Case
-from mlxspec.load.plan import Room, lacking
+from mlxspec.load.plan import Room, shortage
 from mlxspec.model.layout import (
     CacheBytes,
     LayoutChoice,
@@ -60,28 +60,28 @@ class Drafting:
             return linear_cases(self.head.module)
         return self.fit.cases(self.small, config.block_size) if self.fit else []
 
-    def beside(self, own: CacheBytes) -> CacheBytes:
-        """What the model caches, `own`, and what is kept for drafting. Its K/V lie under the ids of
-        the blocks for full attention."""
-        kept = CacheBytes()
+    def beside(self, cache: CacheBytes) -> CacheBytes:
+        """The size of the model's caches, `cache`, with what is cached for drafting, whose K/V are
+        under the ids of the blocks for full attention."""
+        extra = CacheBytes()
         if self.head:
-            kept = self.head.cached
+            extra = self.head.cached
         elif self.fit:
-            kept = self.fit.cache_bytes
+            extra = self.fit.cache_bytes
         elif self.small:
-            kept = geometry(self.small)
-        token = own.token + kept.token + sum(size for _, size in kept.windows)
-        return own._replace(token=token, state=own.state and own.state + kept.state)
+            extra = geometry(self.small)
+        token = cache.token + extra.token + sum(size for _, size in extra.windows)
+        return cache._replace(token=token, state=cache.state and cache.state + extra.state)
 
-    def fit_into(self, room: Room, size: int, own: CacheBytes | None = None) -> None:
-        """Leave a head out where there is no room for it beside the model, whose weights have
-        `size` bytes and whose caches take `own`; None: that is not known yet. Raises OutOfMemory
-        where there is none for what is left."""
-        cache = self.beside(own) if own else CacheBytes()
-        error = lacking(room, size + self.nbytes, cache)
+    def fit_into(self, room: Room, size: int, cache: CacheBytes | None = None) -> None:
+        """Leave a head out if there is no room for it beside the model, whose weights have `size`
+        bytes and whose caches take `cache`, None: not known yet. Raises OutOfMemory if there is no
+        room for the rest."""
+        total = self.beside(cache) if cache else CacheBytes()
+        error = shortage(room, size + self.nbytes, total)
         if error and self.head:
             self.drop_head()
-            self.fit_into(room, size, own)
+            self.fit_into(room, size, cache)
             log.warning("decoding without a head: with it, %s", error)
         elif error:
             raise error
@@ -121,16 +121,16 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
     UnsupportedModel."""
     if not config.speculate or config.draft == NONE:
         return Drafting(path)
-    found = find_draft(draft or path, path)
-    if draft and not found.standalone:
-        small, files = load(draft)
-        return Drafting(draft, small, context=context_of(files), nbytes=weights(small))
-    head = load_head(found, model)
-    return Drafting(found.path, head=head, nbytes=weights(head.module) if head else 0)
+    files = find_draft(draft or path, path)
+    if draft and not files.standalone:
+        small, small_config = load(draft)
+        return Drafting(draft, small, context=context_of(small_config), nbytes=weights(small))
+    head = load_head(files, model)
+    return Drafting(files.path, head=head, nbytes=weights(head.module) if head else 0)
 
 
 def add_drafters(engine: Engine, drafting: Drafting, config: Config) -> None:
-    """Give the idle engine its drafters, which draft once it is known what steps cost."""
+    """Give the idle engine its drafters, which draft once the costs of steps are known."""
     pool = engine.scheduler.pool
     if not engine.scheduler.can_draft:
         log.warning("no speculation: this model cannot roll back a rejected draft")
@@ -159,9 +159,9 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
     drafting.key = fingerprint(drafting.path, {})
     try:
         with pool.lent(2 * MORE) as table:
-            drafter.make_one(table)
+            drafter.draft_once(table)
             if kv.states is not None:
-                # Shows what a state holds before one comes from the disk.
+                # Shows the dtypes of a state before one is read from disk.
                 time_step(engine.runner, table, 1, rows=1)
     except Exception:  # mlx-lm's modules with the head's weights
         if not drafting.head:
@@ -174,8 +174,8 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
 
 
 def facts_of(drafting: Drafting, drafter: HeadDrafter | None) -> dict[str, str]:
-    """What the content of the model's blocks depends on, as the K/V of what drafts lie in them;
-    logs what drafts."""
+    """What the content of the model's blocks depends on, as the K/V of a small model or head are
+    saved with them; logs what drafts."""
     if not drafter:
         return {}
     where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in drafter.taps]

@@ -6,7 +6,7 @@ elsewhere, and after a cached prefix.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from mlx.core import array as Array
 from mlx.nn import Module
 
 from mlxspec.kernels.attention import right
+from mlxspec.kernels.invariant import Calls
 from mlxspec.model import recurrent
 from mlxspec.model.invariant import CHUNK, ROWS, Invariance, Recorded, find_invariance
 from mlxspec.model.layout import LayoutChoice
@@ -26,6 +27,7 @@ from mlxspec.types import Check, line_of
 
 STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
 TAIL = 9  # tokens of the prompt behind its whole chunks
+ROOM = TAIL + 2 * ROWS  # rows of the step whose calls are tried
 AUTO = 0.05  # of a step's time: what `exact = auto` pays
 UNPROVEN = -1
 TURNS = 5  # of a measurement; the best counts
@@ -34,12 +36,12 @@ TIMED = (1, 5, 96)  # rows: plain decoding, with drafts, and of a prompt
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What was found: how to compute rows, and up to how many of a step a row's bits are its own,
-    or UNPROVEN; `why` not for more. `cost`: by how much of its time a step is longer, of one row or
-    with drafts, and of a prompt; None: not measured yet."""
+    """What was found: how to compute rows (None: not looked for yet), and up to how many of a step
+    a row's bits are its own, or UNPROVEN; `why` not for more. `cost`: by how much of its time a
+    step is longer, of one row or with drafts, and of a prompt; None: not measured yet."""
 
-    invariance: Invariance
-    rows: int = 0
+    invariance: Invariance | None = None
+    rows: int = UNPROVEN
     why: str = ""
     cost: tuple[float, float] | None = None
 
@@ -63,62 +65,92 @@ class Exactness:
             found = f"exact up to {self.rows} rows"
             return f"{found}, for {cost}" if cost else found
         if not cost:
-            return "not exact yet: what it costs is measured when idle"
+            return "not exact yet: how, and what it costs, is found out when idle"
         if wanted == "auto" and self.pays:
             return f"not exact yet: from the next start on, for {cost}"
         return f"not exact: it takes {cost}, which --exact on pays"
+
+
+def unsupported(layout: LayoutChoice) -> str:
+    """Why rows cannot be exact in a layout; "" where they can."""
+    if layout.layout in ("gather", "solo"):
+        return f"in the {layout.layout} layout attention is mlx-lm's own"
+    return ""
 
 
 def examine(
     model: Module,
     layout: LayoutChoice,
     block_size: int,
-    prove: bool = True,
+    known: Invariance | None = None,
 ) -> Exactness:
-    """Find a model's Exactness, without its cost, and prove it if wanted."""
-    if layout.layout in ("gather", "solo"):
-        why = f"in the {layout.layout} layout attention is mlx-lm's own"
-        return Exactness(Invariance(), why=why)
+    """Find a model's Exactness, without its cost, and prove it, on a runner that is made for it.
+    `known`: how rows are to be computed, if it was found before."""
+    if why := unsupported(layout):
+        return Exactness(rows=0, why=why)
     blocks = 2 + 4 * ceil((CHUNK + block_size + TAIL + 3 * ROWS) / block_size)
     try:
         runner = layout.runner(model, block_size, blocks)
-        invariance = find_invariance(
-            record(runner),
-            block_size,
-            recurrent.by_rows(model),
+        search = Search(runner, list(range(1, blocks)))
+        invariance = known or search.run()
+        runner.keep_invariant(invariance)
+        return _proven(Proof(runner, invariance, layout))
+    except Exception as failed:  # the model's own code
+        return Exactness(rows=0, why=line_of(failed))
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """Finds how a runner's rows are to be computed. It can be interrupted between two products and
+    goes on there."""
+
+    runner: Runner
+    table: list[int]  # unused blocks for ROOM tokens
+    found: dict[str, Calls | None] = field(default_factory=dict)
+
+    def run(self, check: Check = lambda: None) -> Invariance:
+        """Go on. Calls `check` before each product, and raises what it raises."""
+        runner = self.runner
+        found = find_invariance(
+            record(runner, self.table),
+            runner.view.block_size,
+            recurrent.by_rows(runner.model),
+            found=self.found,
+            check=check,
         )
         shapes = {pages.shape for pages in runner.pages()}
         by_kernel = all(shape is not None and right(shape) for shape in shapes)
-        invariance = replace(invariance, by_kernel=by_kernel)
-        if not prove:
-            return Exactness(invariance, UNPROVEN)
-        runner.keep_invariant(invariance)
-        return _proven(Proof(runner, invariance.chunk, layout))
-    except Exception as failed:  # the model's own code
-        return Exactness(Invariance(), why=line_of(failed))
+        return replace(found, by_kernel=by_kernel)
 
 
-def record(runner: Runner) -> Recorded:
-    """What a step of many rows calls the layers with."""
+def record(runner: Runner, table: list[int]) -> Recorded:
+    """What a step of ROOM rows calls the layers with, in blocks that nobody uses."""
+    usual = runner.invariance
+    recorded: Recorded = {}
     runner.keep_invariant(Invariance())
-    found: Recorded = {}
-    runner.view.recorded = found
-    proof = Proof(runner, 0)
+    runner.view.recorded = recorded
     try:
-        seq = proof.seq()
-        drafted = tuple(seq.tokens[TAIL : TAIL + 2 * ROWS])
-        if not runner.states.rollback_supported:
-            drafted = ()
-        span = seq.span(0, TAIL + 2 * ROWS - len(drafted), samples=True, drafted=drafted)
+        span = unused_span(runner, table, 0)
+        span.tokens = some_tokens(ROOM)
+        span.kept.prompt_len = TAIL
+        if runner.states.rollback_supported:
+            span.draft = Draft(span.tokens[1:])
+        else:
+            span.count = ROOM
         mx.eval(runner.forward([span], None).logits)
     finally:
         runner.view.recorded = None
-    return found
+        runner.keep_invariant(usual)
+    return recorded
+
+
+def some_tokens(count: int, shift: int = 0) -> list[int]:
+    """Tokens that every model has."""
+    return [(7 * i + 3 + shift) % 97 for i in range(count)]
 
 
 def _proven(proof: "Proof") -> Exactness:
-    invariance = proof.runner.invariance
-    assert invariance is not None
+    invariance = proof.invariance
     rows = 0
     why = ""
     for step in STEPS:
@@ -159,12 +191,13 @@ class Proof:
     def __init__(
         self,
         runner: Runner,
-        chunk: int,
-        layout: LayoutChoice | None = None,
+        invariance: Invariance,
+        layout: LayoutChoice,
     ) -> None:
         self.runner = runner
-        self.chunk = chunk
-        self.can_draft = layout is not None and layout.can_draft
+        self.invariance = invariance
+        self.chunk = invariance.chunk
+        self.can_draft = layout.can_draft
         self.alone: list[Array] = []  # logits of the rows behind the prompt, one at a time
         self.held: list[ProofSequence] = []  # the sequence that was computed so, and its neighbours
         self.state: Any = None  # of recurrent layers, after the whole chunk
@@ -173,7 +206,7 @@ class Proof:
         """The sequence, or another; in blocks after those that are held. `shares_chunk`: its whole
         chunk is the first one's, already computed."""
         length = self.chunk + TAIL
-        tokens = [(7 * i + 3 + shift) % 97 for i in range(length + 2 * ROWS)]
+        tokens = some_tokens(length + 2 * ROWS, shift)
         blocks = ceil(len(tokens) / self.runner.view.block_size)
         first = 1 + blocks * len(self.held)
         table = list(range(first, first + blocks))

@@ -23,7 +23,7 @@ from mlxspec.kernels import verify
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, recall
 from mlxspec.load.drafting import Drafting, add_drafters, load_drafting
-from mlxspec.load.exact import UNPROVEN, Exactness, examine
+from mlxspec.load.exact import UNPROVEN, Exactness, examine, unsupported
 from mlxspec.load.measuring import Measuring
 from mlxspec.load.plan import MemoryPlan, Room, make_plan
 from mlxspec.load.vision import open_eyes, open_tower, tower_bytes
@@ -174,19 +174,20 @@ def _find_exactness(
     config: Config,
     group: ProcessGroup,
 ) -> Exactness | None:
-    """What an earlier start found with the kernels in use, or is found now, and proven if it is to
-    be used; None where it is not wanted."""
+    """What earlier starts found with the kernels in use, proven before it is used for the first
+    time; under `auto`, the first start finds it out in idle moments. None where it is not
+    wanted."""
     if group.group or config.exact == "off":
         return None
-    known = cache.exact
-    if cache.exact_kernels != kernels_in_use():
-        known = None
-    prove = config.exact == "on" or (known is not None and known.pays)
-    if known is None or (prove and known.rows == UNPROVEN):
-        cost = known.cost if known else None
+    if cache.exact is None or cache.exact_kernels != kernels_in_use():
+        why = unsupported(cache.layout)
+        cache.exact = Exactness(rows=0, why=why) if why else Exactness()
+        cache.exact_kernels = kernels_in_use()
+    exact = cache.exact
+    if exact.rows == UNPROVEN and (config.exact == "on" or exact.pays):
         with progress("Checking which rows keep their bits"):
-            found = examine(model, cache.layout, config.block_size, prove)
-        cache.exact, cache.exact_kernels = replace(found, cost=cost), kernels_in_use()
+            proven = examine(model, cache.layout, config.block_size, exact.invariance)
+        cache.exact = replace(proven, cost=exact.cost)
         cache.save()
     return cache.exact
 
@@ -204,6 +205,7 @@ def _keep_exact(
     log.info("%s: %s", info.name, text)
     if not exact.used(config.exact):
         return replace(info, exact=text)
+    assert exact.invariance
     engine.runner.keep_invariant(exact.invariance)
     engine.scheduler.kv.chunk = exact.invariance.chunk
     return replace(info, exact=text, exact_rows=exact.rows)

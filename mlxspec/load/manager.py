@@ -53,7 +53,7 @@ def _load(
 ) -> tuple[Engine, ModelInfo]:
     """Load a model beside those of `slots`, on all ranks."""
     group.call(model.name, "load")
-    group.flush(inf)  # another rank may have to download it before
+    group.flush(inf)  # another rank may have to download it first
     try:
         return model.load(_reserved(slots), group, measure_idle=True)
     except Exception:
@@ -73,7 +73,7 @@ def _why_too_large(
     slot: ModelSlot,
     staying: int,
 ) -> str:
-    """Why a model does not fit now, "" if it does, beside loaded ones of so many bytes."""
+    """Why a model does not fit now beside loaded ones of `staying` bytes, "" if it does."""
     need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
     loaded = sum(slot.nbytes for slot in slots)
     free = free_bytes(config) - _reserved(slots) + loaded - staying
@@ -84,8 +84,8 @@ def _why_too_large(
 
 
 def follow(config: Config, group: ProcessGroup) -> None:
-    """Do what rank 0 calls until it ends. Raises UserError and what MLX raises."""
-    models = {each.name: each for each in resolve_models(replace(config, speculate=False))}
+    """Repeat rank 0's calls until it ends. Raises UserError and what MLX raises."""
+    models = {model.name: model for model in resolve_models(replace(config, speculate=False))}
     monitor = memory.MemoryMonitor()
     followers: dict[str, Follower] = {}
     level = memory.NORMAL
@@ -97,7 +97,7 @@ def follow(config: Config, group: ProcessGroup) -> None:
             if what == "load":
                 try:
                     followers[name] = load_follower(models, name, group)
-                except Exception as error:  # rank 0 answers with it, and may try again
+                except Exception as error:  # rank 0 reports it, and may try again
                     log.warning("%s: %s", name, error, exc_info=not isinstance(error, UserError))
             elif name in followers:
                 followers[name].call(what, *args)

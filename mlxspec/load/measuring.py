@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from mlxspec import log
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
+from mlxspec.kernels.invariant import Calls
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS, VerdictFile, untried, verify
 from mlxspec.load.drafting import Drafting, facts_of
-from mlxspec.load.exact import TIMED, measure_cost
+from mlxspec.load.exact import TIMED, Search, measure_cost
 from mlxspec.load.warmup import PromptStore, WarmupCache, kernels_in_use
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.progress import progress
@@ -44,6 +45,7 @@ class Measuring:
     contexts: tuple[int, int] = (0, 0)
     _calibration: Calibration | None = None
     _rates: dict[Tap, float] = field(default_factory=dict)  # of the hidden states tried so far
+    _calls: dict[str, Calls | None] = field(default_factory=dict)  # of the layers tried so far
 
     def __post_init__(self) -> None:
         pool = self.engine.scheduler.pool
@@ -117,13 +119,20 @@ class Measuring:
         return exact is not None and exact.rows != 0 and exact.cost is None
 
     def _measure_exact(self, check: Check) -> None:
+        """How rows would be exact, and what that costs."""
         exact, pool = self.cache.exact, self.engine.scheduler.pool
         assert exact is not None
         room = TIMED[-1] + TIMED[1] + 1
         if len(pool.free_blocks) * pool.block_size <= room:
             return
+        runner = self.engine.runner
         with pool.lent(room) as table:
-            cost = measure_cost(self.engine.runner, exact.invariance, table, check)
+            if exact.invariance is None:
+                with progress("Finding how rows are exact"):
+                    search = Search(runner, table, self._calls)
+                    exact = replace(exact, invariance=search.run(check))
+            assert exact.invariance is not None
+            cost = measure_cost(runner, exact.invariance, table, check)
         self.cache.exact = replace(exact, cost=cost)
         log.info("%s", self.cache.exact.told("auto"))
 

@@ -62,7 +62,7 @@ class Room:
 
     @property
     def part(self) -> float:
-        """Of what weights and headroom leave, for caches."""
+        """The part for caches of what weights and headroom leave."""
         return 1.0 if self.config.kv_blocks else CACHE_SHARE
 
     def for_caches(self, weights: int) -> int:
@@ -70,8 +70,8 @@ class Room:
         return int((self.free - weights - memory.headroom()) * self.part)
 
 
-def lacking(room: Room, weights: int, cache: CacheSizes) -> OutOfMemory | None:
-    """The error where `weights` and the least caches do not fit."""
+def shortage(room: Room, weights: int, cache: CacheSizes) -> OutOfMemory | None:
+    """The error if `weights` and the smallest caches do not fit."""
     pools = _pool_limits(room, cache)
     least = _bytes(pools, [pool.least for pool in pools])
     if least <= room.for_caches(weights):
@@ -81,11 +81,11 @@ def lacking(room: Room, weights: int, cache: CacheSizes) -> OutOfMemory | None:
 
 def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
     """Divide the room beside `weights`: first what a few conversations need, from half of what the
-    least leaves, then pools and states, each cut by the same part if needed.
+    smallest caches leave, then pools and states, each cut by the same part if needed.
 
     Windows that no context exceeds are in the pool for full attention. All models have equal parts
     of the memory for caches, which one sequence may exceed. Raises OutOfMemory."""
-    if error := lacking(room, weights, cache):
+    if error := shortage(room, weights, cache):
         raise error
     config, context, state_bytes = room.config, room.context, cache[2]
     pools = _pool_limits(room, cache)
@@ -102,12 +102,12 @@ def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
     by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
     stride = max(LEAST_STRIDE, by_size, by_count)
-    kept = dict(zip(_windows(room, cache), window_blocks, strict=True))
+    windows = dict(zip(_windows(room, cache), window_blocks, strict=True))
     return MemoryPlan(
         weights=weights,
         cache_bytes=cache_bytes,
         blocks=blocks,
-        windows=kept,
+        windows=windows,
         sequences=sequences,
         snapshots=snapshots,
         snapshot_stride=stride,
@@ -140,7 +140,7 @@ def _bytes(pools: Sequence[PoolLimits], counts: Sequence[int]) -> int:
 
 
 def _pool_limits(room: Room, cache: CacheSizes) -> list[PoolLimits]:
-    """Of blocks for full attention, blocks of each window, running states, and snapshots."""
+    """Limits of blocks for full attention, blocks of each window, running states, snapshots."""
     config, context = room.config, room.context
     token_bytes, local, state_bytes = cache
     token_bytes += sum(size for window, size in local if window >= context)
@@ -167,7 +167,7 @@ def _pool_limits(room: Room, cache: CacheSizes) -> list[PoolLimits]:
 
 
 def _too_large(room: Room, weights: int, caches: int) -> OutOfMemory:
-    """The error where weights and caches of at least so many bytes exceed what is free."""
+    """The error if weights and caches of at least so many bytes exceed what is free."""
     config = room.config
     fix, where = "close programs", f"free of {format_size(memory.total())}"
     if config.memory_gb:

@@ -45,8 +45,8 @@ class ResolvedModel:
         group: ProcessGroup = ALONE,
         measure_idle: bool = False,
     ) -> tuple[Engine, ModelInfo]:
-        """`reserved`: bytes that other models may still take; `measure_idle`: what a first start
-        measures is left to idle moments."""
+        """`reserved`: bytes that other models may still take; `measure_idle`: leave what a first
+        start measures to idle moments."""
         config = self.config
         draft = self.draft.path if self.draft else None
         if not config.draft:  # a head may have been trained or deleted since the server started
@@ -97,18 +97,18 @@ class ResolvedModel:
 
 def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
-    found: list[str] = []
-    for each in _each(config):
-        model = _split_name(each.model)[1] or BUILT_IN
-        found.append(model)
-        with suppress(UnsupportedModel):  # files or a card, which their user reports
-            found += filter(None, [draft_of(model, on_disk(model, config), each)])
-    return found
+    names: list[str] = []
+    for settings in _configs(config):
+        model = _split_name(settings.model)[1] or BUILT_IN
+        names.append(model)
+        with suppress(UnsupportedModel):  # bad files or cards are reported where they are used
+            names += filter(None, [draft_of(model, on_disk(model, config), settings)])
+    return names
 
 
 def on_disk(model: str, config: Config) -> Path | None:
     """A model's directory if nothing has to be downloaded. Raises UnsupportedModel."""
-    served = [_split_name(each)[1] for each in (config.model, *config.others)]
+    served = [_split_name(name)[1] for name in (config.model, *config.others)]
     return find_local(model, cache_of(config), METAL, draft=model not in served)
 
 
@@ -117,9 +117,9 @@ def resolve_model(config: Config) -> ResolvedModel:
     UnsupportedModel."""
     cache, draft = cache_of(config), None
     name, model = _split_name(config.model)
-    found = resolve(model, cache, METAL)
+    target = resolve(model, cache, METAL)
     try:
-        if wanted := draft_of(found.name, found.path, config):
+        if wanted := draft_of(target.name, target.path, config):
             if not find_local(wanted, cache, METAL, draft=True):
                 log.info(
                     "fetching %s, which drafts for this model; --draft off disables it",
@@ -133,38 +133,38 @@ def resolve_model(config: Config) -> ResolvedModel:
             raise UnsupportedModel(f"--draft: {error}; or give --draft off") from error
         log.warning("decoding without a head: %s", error)
         config, draft = replace(config, draft=NONE), None
-    made = ResolvedModel(config.name or name or found.name, found.path, draft, config=config)
-    if config.draft and draft and not find_draft(draft.path, found.path).standalone:
-        check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
-    return made
+    resolved = ResolvedModel(config.name or name or target.name, target.path, draft, config=config)
+    if config.draft and draft and not find_draft(draft.path, target.path).standalone:
+        check_draft(resolved.tokenizer, load_tokenizer(draft.path), (resolved.name, draft.name))
+    return resolved
 
 
-def _each(config: Config) -> list[Config]:
-    """The settings of each model: `name` is the first one's, and `draft` too, unless it is off."""
+def _configs(config: Config) -> list[Config]:
+    """The settings of each model: `name` is for the first only, as is `draft` unless it is off."""
     draft = NONE if config.draft == NONE else ""
     others = [replace(config, model=other, name="", draft=draft) for other in config.others]
     return [config, *others]
 
 
 def draft_of(model: str, path: Path | None, config: Config) -> str:
-    """What drafts for a model: by the settings, else the head that was trained for it here, else
-    the one that a card names, unless its files hold one or are damaged. Raises UnsupportedModel."""
+    """What drafts for a model: as set, else the head that was trained for it here, else the one
+    that a card names, unless its own files hold one or are damaged. Raises UnsupportedModel."""
     if config.draft == NONE or not config.speculate:
         return ""
     learned = path and learned_head(Resolved(path, model), cache_of(config))
     if config.draft or learned:
         return config.draft or str(learned)
-    named = head_of(model) if "/" in model else ""
-    own = find_head(path) if named and path else None
-    return "" if own and (own.kind or own.error) else named
+    published = head_of(model) if "/" in model else ""
+    embedded = find_head(path) if published and path else None
+    return "" if embedded and (embedded.kind or embedded.error) else published
 
 
 def resolve_models(config: Config) -> list[ResolvedModel]:
     """All models of the settings, with equal parts of the memory. Raises ConfigError and
     UnsupportedModel."""
     models: dict[str, ResolvedModel] = {}
-    for each in _each(config):
-        model = resolve_model(each)
+    for settings in _configs(config):
+        model = resolve_model(settings)
         if model.name in models:
             raise ConfigError(
                 f"others: two models are named {model.name!r}; give one as NAME={model.path}",

@@ -1,7 +1,7 @@
 """The seam to mlx-lm: its attention function, rebound in the modules of a loaded model.
 
-Rule: dispatch is per handle. Ours is called for our pages only; everything else goes to mlx-lm's
-own, so a target, a draft model and plain mlx-lm live in one process.
+Rule: dispatch is per handle. Only our pages go to our attention, everything else to mlx-lm's, so
+that a target, a draft model and plain mlx-lm can share a process.
 """
 
 import sys
@@ -57,7 +57,7 @@ def attention(
 
 
 def install(model: Module) -> None:
-    """Rebind attention in the modules that the model's layers come from. Idempotent."""
+    """Rebind attention in the modules that define the model's layers. Idempotent."""
     for layer in model.modules():
         source = sys.modules[type(layer).__module__]
         if hasattr(source, _NAME) and source is not base:

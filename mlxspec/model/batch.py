@@ -26,18 +26,18 @@ from mlxspec.types import NOT_FINITE, NULL_BLOCK, Logprob, Tap
 Shift = Array | None
 Result = tuple[list[int], list[Logprob]]  # of one entry
 S = TypeVar("S", bound=Span)
-# bool [n]: what is NaN, and which of it is whose.
+# bool [n]: which rows or states are NaN, and the slices of them that belong to each span.
 NaNs = tuple[Array, Sequence[tuple[Span, slice]]]
 
 
 @dataclass(slots=True, eq=False)
 class Forward(Generic[S]):
-    """A forward of some spans, and its results once it is submitted; all in the spans' order.
+    """A forward of some spans, and its results once it is submitted, all in the spans' order.
 
     `ids` int32 [T] are the input tokens, `rows` the sampled rows, `shift` [R] the shift of their
-    positions, `logits` [R, vocab] theirs until the step is submitted, `taps` the hidden states
-    [T, D] that drafters asked for. `nans` tell of rows that are not sampled. `first_row` is the
-    index in `rows` of the first sampled row of each sequence that samples.
+    positions, `logits` [R, vocab] their logits until the step is submitted, `taps` the hidden
+    states [T, D] that drafters asked for. `nans` check the rows that are not sampled. `first_row`:
+    for each sequence that samples, the index of its first sampled row in `rows`.
     """
 
     plan: Sequence[S]
@@ -61,9 +61,9 @@ class Forward(Generic[S]):
         self.first_row = {row.span.kept: r for r, row in rows if row.ordinal == 1}
 
     def read(self) -> list[Result]:
-        """Wait for the step; for each span its accepted drafts and the token sampled after them,
-        with their log-probabilities if they were asked for. NOT_FINITE is in the place of a token,
-        or of all of them, where the span's numbers are not finite."""
+        """Wait for the step. Returns the accepted drafts of each span and the token sampled after
+        them, with log-probabilities if requested. NOT_FINITE replaces a token whose numbers are not
+        finite, or all tokens of the span."""
         mx.eval(self.marker)
         broken = _broken(self.nans) | self._pool()
         if self.sampled is None:
@@ -78,13 +78,13 @@ class Forward(Generic[S]):
             if e.samples:
                 first = self.first_row[e.kept]
                 stop = first + next(accepted) + 1
-            asked = [logprob for logprob in logprobs[first:stop] if logprob]
-            results.append(([NOT_FINITE] if e in broken else tokens[first:stop], asked))
+            requested = [logprob for logprob in logprobs[first:stop] if logprob]
+            results.append(([NOT_FINITE] if e in broken else tokens[first:stop], requested))
         return results
 
     def _pool(self) -> set[Span]:
-        """Add the rows to the embeddings of their sequences; the spans of those that are not
-        finite. The sum of all rows has the direction of their mean."""
+        """Add the rows to the embeddings of their sequences. Returns the spans whose embeddings
+        are not finite. The sum of all rows has the direction of their mean."""
         broken = set[Span]()
         for e, hidden in self.pooled.items():
             rows = np.array(hidden)
@@ -169,20 +169,20 @@ def nans_of(
 
 def bucket(span: Span, block_size: int, length: int = 0) -> tuple[int, int]:
     """Spans of equal rows and similar context share one gather; padding at most doubles it.
-    `length`: rows of each with padding, 0: its own."""
+    `length`: rows of each span with padding, 0: no padding."""
     rows = length or span.rows
     return rows, (-(-(span.start + rows) // block_size) - 1).bit_length()
 
 
 def runs_of(
     spans: Sequence[S],
-    alike: Callable[[S], Any],
+    key: Callable[[S], Any],
     length: int = 0,
 ) -> Iterator[tuple[list[S], slice, slice]]:
-    """Neighbours that are alike, and where they and their rows are among the spans; each has
-    `length` rows, 0: its own."""
+    """Runs of neighbours with the same key, each with its slice of the spans and of their rows;
+    `length`: rows of each span with padding, 0: no padding."""
     first = row = 0
-    for _, members in groupby(spans, alike):
+    for _, members in groupby(spans, key):
         run = list(members)
         last = first + len(run)
         end = row + sum(length or e.rows for e in run)
@@ -191,19 +191,19 @@ def runs_of(
 
 
 def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
-    """Fill the view with positions, slots and groups: one if it is dense, else neighbours of one
-    bucket are a group. With drafts in flight, positions and slots are lazy.
+    """Fill the view with positions, slots and groups: a single group if it is dense, else one for
+    each run of neighbours in the same bucket. With drafts in flight, positions and slots are lazy.
 
-    Each span has `length` rows, 0: its own. Rows after its own are padding: what they write is
-    overwritten before it is read, or lies in the null block.
+    Each span has `length` rows with padding, 0: no padding. What padding rows write is overwritten
+    before it is read, or is in the null block.
     """
     size = view.block_size
     positions: list[int] = []
     owners: list[int] = []  # the number of each row's span
     for n, e in enumerate(spans):
-        own = range(e.start, e.start + (length or e.rows))
-        positions += own
-        owners += [n for _ in own]
+        span_positions = range(e.start, e.start + (length or e.rows))
+        positions += span_positions
+        owners += [n for _ in span_positions]
     view.positions = mx.array(positions, mx.int32)
     if shift is not None:
         view.positions = view.positions + shift[mx.array(owners)]
@@ -244,7 +244,7 @@ def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
 
 
 def _padded_table(e: Span, group: int, length: int, size: int) -> list[int]:
-    """A span's block table of that number, with null blocks for its padding."""
+    """A span's block table number `group`, with null blocks for its padding."""
     table = e.tables[group]
     end = e.start + e.inflight_drafts + length
     if not length or end <= len(table) * size:
@@ -253,8 +253,7 @@ def _padded_table(e: Span, group: int, length: int, size: int) -> list[int]:
 
 
 def starts_of(spans: Sequence[S], length: int = 0) -> dict[S, int]:
-    """The index of each span's first row among those of spans padded to `length` rows; 0: not
-    padded."""
+    """The index of each span's first row, with spans padded to `length` rows; 0: no padding."""
     starts, row = {}, 0
     for e in spans:
         starts[e] = row
@@ -263,7 +262,7 @@ def starts_of(spans: Sequence[S], length: int = 0) -> dict[S, int]:
 
 
 def unsampled(spans: Sequence[S], length: int = 0) -> list[tuple[S, slice]]:
-    """The spans that have rows which are not sampled, and where their rows are, see
+    """The spans with rows that are not sampled, and the slice of each one's rows; `length` as for
     `starts_of`."""
     some = [e for e in spans if e.count > 1 or not e.samples]
     if not some:  # as in most steps
@@ -275,14 +274,14 @@ def unsampled(spans: Sequence[S], length: int = 0) -> list[tuple[S, slice]]:
 def _broken(nans: Sequence[NaNs]) -> set[Span]:
     """The spans that have a NaN."""
     broken = set[Span]()
-    for found, parts in nans:
-        values = np.array(found)
+    for mask, parts in nans:
+        values = np.array(mask)
         broken |= {e for e, part in parts if values[part].any()}
     return broken
 
 
 def sampled_rows(spans: Spans, length: int = 0) -> Array:
-    """int32 [R]: the indices of the sampled rows among all rows, see `starts_of`."""
+    """int32 [R]: the indices of the sampled rows among all rows; `length` as for `starts_of`."""
     rows: list[int] = []
     for e, first in starts_of(spans, length).items():
         rows += range(first + e.rows - e.sampled, first + e.rows)
@@ -298,8 +297,8 @@ def padded_rows(spans: Spans, length: int) -> Array:
     return mx.array(rows, mx.int32)
 
 
-def own_rows(spans: Spans, length: int) -> Array:
-    """int32 [T]: where the spans' rows lie among those of a padded batch."""
+def unpadded_rows(spans: Spans, length: int) -> Array:
+    """int32 [T]: the indices of the spans' rows among those of a padded batch."""
     rows: list[int] = []
     for e, first in starts_of(spans, length).items():
         rows += range(first, first + e.rows)

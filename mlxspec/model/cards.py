@@ -56,38 +56,38 @@ class HeadCard(BaseModel):
 
 
 def head_of(model: str) -> str:
-    """The hub id of the sidecar to use with a model, by its hub id or the name of a copy, where its
-    own files hold no head; "" where no card has one. Raises UnsupportedModel."""
+    """The hub id of the sidecar for a model whose own files hold no head, by the model's hub id or
+    the name of a copy; "" if no card has one. Raises UnsupportedModel."""
     for card in _read(HEADS, HeadCard).values():
-        if any(_names(target, model) for target in card.targets):
+        if any(_is_named(model, target) for target in card.targets):
             return next((head.id for head in card.heads if head.kind == "mtp"), "")
     return ""
 
 
 def target_of(head: str) -> str:
-    """A model for which a head was published; "" where no card has it. Raises UnsupportedModel."""
+    """A model for which a head was published; "" if no card has it. Raises UnsupportedModel."""
     for card in _read(HEADS, HeadCard).values():
-        if any(_names(known.id, head) for known in card.heads):
+        if any(_is_named(head, published.id) for published in card.heads):
             return card.targets[0]
     return ""
 
 
-def _names(known: str, name: str) -> bool:
+def _is_named(name: str, hub_id: str) -> bool:
     """Whether a name is this hub id, that of a copy, or its directory's in the hub's cache."""
-    return name in (known, known.partition("/")[2], f"models--{known.replace('/', '--')}")
+    return name in (hub_id, hub_id.partition("/")[2], f"models--{hub_id.replace('/', '--')}")
 
 
 def _read(pattern: str, kind: type[C]) -> dict[str, C]:
     """The cards in these files of models/, by name. Raises UnsupportedModel."""
-    found = {}
+    cards_by_name = {}
     for file in sorted(data_dir("models").glob(pattern)):
         try:
-            found[file.stem] = kind.model_validate(tomllib.loads(file.read_text("utf-8")))
+            cards_by_name[file.stem] = kind.model_validate(tomllib.loads(file.read_text("utf-8")))
         except ValueError as error:
             raise UnsupportedModel(
                 f"{file}: {line_of(error)}; models/README.md explains the fields",
             ) from error
-    return found
+    return cards_by_name
 
 
 def cards() -> dict[str, Card]:

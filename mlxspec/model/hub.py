@@ -26,11 +26,11 @@ FOLDERS = (
     "~/.swama/models",
     "~/MLXModels",  # Osaurus
 )
-MOST = 5000  # models that are looked at in each place
+MAX_INSTALLED = 5000  # models that are looked at in each place
 HUB_FILES = (*WEIGHT_FILES, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
 # Fields that only a head's config.json has.
-OF_HEADS = {"speculators_model_type", "dflash_config", "markov_rank", "draft_vocab_size"}
-STORED = "*-" + "[0-9a-f]" * 8  # a pattern of the names that `storage_name` makes
+HEAD_FIELDS = {"speculators_model_type", "dflash_config", "markov_rank", "draft_vocab_size"}
+STORED = "*-" + "[0-9a-f]" * 8  # matches the names that `storage_name` returns
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -59,80 +59,79 @@ def prompts_of(config: Config) -> Path:
 
 
 def storage_name(name: str, path: Path) -> str:
-    """What the cache directory keeps of a model is named so: after its name, for people, and its
-    directory in 8 hex digits, which alone tell models apart."""
+    """The name of a model's files in the cache directory: the model's name, for people, and a hash
+    of its directory in 8 hex digits, which alone identifies it."""
     digest = blake2b(os.fsencode(path.resolve()), digest_size=4).hexdigest()
     return f"{name.replace('/', '--')}-{digest}"
 
 
-def learned_head(found: Resolved, cache_dir: Path) -> Path | None:
-    """The directory of the head that was trained for a model here, by whatever name, else of the
-    built-in model's; None where there is none."""
-    places = list((cache_dir / "heads").glob(f"*{storage_name('', found.path)}"))
-    places.append(data_dir("models") / "heads" / found.name.replace("/", "--"))
-    return next((path for path in places if (path / "config.json").is_file()), None)
+def learned_head(model: Resolved, cache_dir: Path) -> Path | None:
+    """The directory of the head that was trained here for a model, under any name, else of the
+    built-in model's head; None if there is none."""
+    folders = list((cache_dir / "heads").glob(f"*{storage_name('', model.path)}"))
+    folders.append(data_dir("models") / "heads" / model.name.replace("/", "--"))
+    return next((path for path in folders if (path / "config.json").is_file()), None)
 
 
 def installed() -> dict[str, Path]:
-    """The models and heads in Hugging Face's cache and in FOLDERS, whole or not, by hub id or name;
-    of equal names the first."""
+    """The models and heads in Hugging Face's cache and in FOLDERS, complete or not, by hub id or
+    name; of equal names the first."""
     from huggingface_hub import constants
 
-    found = {}
-    for repo in islice(Path(constants.HF_HUB_CACHE).glob("models--*"), MOST):
+    paths = {}
+    for repo in islice(Path(constants.HF_HUB_CACHE).glob("models--*"), MAX_INSTALLED):
         name = repo.name[8:].replace("--", "/", 1)
         if path := _cached(name):
-            found[name] = path
+            paths[name] = path
     for folder, depth in product(FOLDERS, ("*", "*/*")):
         root = Path(folder).expanduser()
-        for file in islice(root.glob(f"{depth}/config.json"), MOST):
-            found.setdefault(str(file.parent.relative_to(root)), file.parent)
-    return found
+        for file in islice(root.glob(f"{depth}/config.json"), MAX_INSTALLED):
+            paths.setdefault(str(file.parent.relative_to(root)), file.parent)
+    return paths
 
 
 def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Resolved:
-    """The model called `name`, downloaded if it is missing; "" is the built-in default. Of an
-    installed model the last part of its id is enough. `draft`: it may be a head, which has no
-    tokenizer.
+    """The model called `name`, downloaded if it is missing; "" is the built-in default. The last
+    part of an installed model's id is enough. `draft`: it may be a head, which has no tokenizer.
 
     Raises UnsupportedModel with the reason and the fix.
     """
-    known = cards()
+    built_in = cards()
     name = name or BUILT_IN
-    if name in known:
+    if name in built_in:
         from mlxspec.model.embedded import embedded
 
-        return Resolved(embedded(name, known[name], cache_dir, mode=_mode(metal)), name)
+        return Resolved(embedded(name, built_in[name], cache_dir, mode=_mode(metal)), name)
     file = os.path.expanduser(name)  # os.path accepts any text, Path raises for some
     if os.path.isdir(file):
         path = Path(file).resolve()
-        return _found(path, path.name, draft)
+        return _checked(path, path.name, draft)
     if os.path.isfile(file):
         raise UnsupportedModel(
             f"{name} is a file; give the directory that holds it, in mlx-lm's format",
         )
     if _is_hub_id(name):
-        if not draft:  # before gigabytes come
+        if not draft:  # before gigabytes are downloaded
             _refuse_head(name, {})
-        lies = installed().get(name)
-        if lies and not _cached(name):
-            with suppress(UnsupportedModel):  # it may lie there in part, or in another format
-                return _found(lies, name, draft)
-        return _found(_download(name), name, draft)
-    there = installed()
-    named = [each for each in there if Path(each).name == name]
-    if len(named) > 1:
-        raise UnsupportedModel(f"{name!r} may be any of {named}; give the whole name")
-    for each in named:
-        return _found(there[each], each, draft)
+        local = installed().get(name)
+        if local and not _cached(name):
+            with suppress(UnsupportedModel):  # it may be there in part, or in another format
+                return _checked(local, name, draft)
+        return _checked(_download(name), name, draft)
+    models = installed()
+    full_names = [model for model in models if Path(model).name == name]
+    if len(full_names) > 1:
+        raise UnsupportedModel(f"{name!r} may be any of {full_names}; give the whole name")
+    for full_name in full_names:
+        return _checked(models[full_name], full_name, draft)
     raise UnsupportedModel(
         f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME,"
-        f" nor one of `mlxspec models` ({', '.join(known)})",
+        f" nor one of `mlxspec models` ({', '.join(built_in)})",
     )
 
 
 def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Path | None:
-    """The directory of a model, or with `draft` a head, that `resolve` would not download, else
+    """The directory of a model, or with `draft` a head, if `resolve` would not download it, else
     None.
 
     Raises UnsupportedModel.
@@ -166,8 +165,8 @@ def _is_hub_id(name: str) -> bool:
     return bool(owner.strip("~.") and repository) and "/" not in repository
 
 
-def _found(path: Path, name: str, draft: bool) -> Resolved:
-    """A complete model directory, or with `draft` a head's. Raises UnsupportedModel."""
+def _checked(path: Path, name: str, draft: bool) -> Resolved:
+    """A model's directory, or with `draft` a head's, that is complete. Raises UnsupportedModel."""
     needed, weights = _shards(path), "*.safetensors"
     files = {file.name for file in path.iterdir() if file.is_file()}
     if not draft:
@@ -180,9 +179,9 @@ def _found(path: Path, name: str, draft: bool) -> Resolved:
     if files.isdisjoint(TOKENIZERS) and not draft:
         missing.append("tokenizer.json or tokenizer.model")
     if missing:
-        other = "make one of another format with `mlx_lm.convert`"
+        other = "convert one of another format with `mlx_lm.convert`"
         if draft:
-            other += ", of a head's .pt file as docs/heads.md says"
+            other += ", a head's .pt file as docs/heads.md says"
         names = ", ".join(name[:99] for name in missing[:5])
         raise UnsupportedModel(
             f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}); complete its"
@@ -195,7 +194,7 @@ def _refuse_head(name: str, config: Json) -> None:
     """Raises UnsupportedModel for a head, which is not a model, by its name or config.json."""
     target = target_of(name)
     kind = str(config.get("model_type", ""))
-    if target or kind.endswith(("_mtp", "_assistant")) or not OF_HEADS.isdisjoint(config):
+    if target or kind.endswith(("_mtp", "_assistant")) or not HEAD_FIELDS.isdisjoint(config):
         target = target or "the model that it was made for"
         raise UnsupportedModel(
             f"{name} is a head, which drafts for a model and cannot answer alone: serve"
@@ -222,8 +221,8 @@ def _download(name: str) -> Path:
         try:  # snapshot_download waits for this answer without limit
             HfApi().model_info(name, timeout=HF_HUB_ETAG_TIMEOUT)
         except Exception:
-            if found := _cached(name):
-                return found
+            if cached := _cached(name):
+                return cached
             raise
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub's client lets its HTTP library's own errors through

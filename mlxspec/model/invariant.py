@@ -8,7 +8,7 @@ other rows share forwards, in which the layers make the calls that were found.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxspec.kernels import cpu
 from mlxspec.kernels.invariant import Calls
+from mlxspec.types import Check
 
 DENSE = (nn.Linear, nn.Embedding)
 TIED = (nn.Embedding, nn.QuantizedEmbedding)
@@ -63,13 +64,9 @@ class InCalls:
     def as_linear(self, x: Array) -> Any:
         return self._multiply(x)
 
-    def own_product(self) -> Callable[..., Any]:
-        """The layer's own, in one call."""
-        found = super().as_linear if isinstance(self, TIED) else super().__call__  # type: ignore[misc]
-        return cast(Callable[..., Any], found)
-
     def _multiply(self, *arrays: Array) -> Any:
-        view, op = self._view, self.own_product()
+        view = self._view
+        op: Any = super().as_linear if isinstance(self, TIED) else super().__call__  # type: ignore[misc]
         if view.recorded is not None:
             view.recorded.setdefault(key_of(self), (self, list(arrays)))
         if self._calls is None or not view.invariant or not arrays[0].size:
@@ -117,49 +114,62 @@ def key_of(layer: Any) -> str:
 def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
     """Let the model's layers make these calls from now on; None: no others than their own."""
     for layer in layers_of(model):
+        kind = type(layer)
         if invariance and not isinstance(layer, InCalls):
-            kind = type(layer)
             layer.__class__ = type(
                 kind.__name__,
                 (InCalls, kind),
                 {"__module__": kind.__module__},
             )
-        if isinstance(layer, InCalls):
+        if invariance:
             layer._view = view
-            layer._calls = invariance.calls.get(key_of(layer)) if invariance else None
+            layer._calls = invariance.calls.get(key_of(layer))
+        elif isinstance(layer, InCalls):
+            layer.__class__ = kind.__bases__[1]
+            layer._view = layer._calls = None
 
 
-def find_invariance(recorded: Recorded, block_size: int, chunks: bool = False) -> Invariance:
+def find_invariance(
+    recorded: Recorded,
+    block_size: int,
+    chunks: bool = False,
+    *,
+    found: dict[str, Calls | None] | None = None,
+    check: Check = lambda: None,
+) -> Invariance:
     """The calls of these layers in which a row's bits depend on no other row. `chunks`: of a prompt
-    in any case, else where calls of few rows would make it slow to read."""
-    calls = {}
-    failed = []
+    in any case, else where calls of few rows would make it slow to read. Calls `check` before each
+    product, and raises what it raises; what is in `found` then is not tried again."""
+    found = {} if found is None else found
     for key, (layer, arrays) in recorded.items():
-        found = find_calls(layer, [x.reshape(-1, x.shape[-1]) for x in arrays])
-        if found is None:
-            failed.append(key)
-        elif found != Calls():
-            calls[key] = found
+        if key not in found:
+            rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
+            found[key] = find_calls(layer, rows, check)
+    calls = {key: each for key, each in found.items() if each and each != Calls()}
     chunk = 0
     if chunks or any(each.most for each in calls.values()):
         chunk = max(1, CHUNK // block_size) * block_size
     return Invariance(
         calls,
         chunk,
-        failed=tuple(failed),
+        failed=tuple(key for key, each in found.items() if each is None),
     )
 
 
-def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
+def find_calls(
+    layer: Any,
+    arrays: list[Array],
+    check: Check = lambda: None,
+) -> Calls | None:
     """The calls of most rows that keep a row's bits; of a few rows `arrays` [n, K]. None: there are
-    none."""
+    none. The layer is as it was built."""
     best: Calls | None = None
-    ops = {False: layer.own_product()}
+    ops = {False: layer.as_linear if isinstance(layer, TIED) else layer}
     if isinstance(layer, DENSE) and cpu.in_use() and arrays[0].dtype == mx.float32:
         ops = {True: partial(_transposed, layer)} | ops
     for transposed, op in ops.items():
         for least in LEAST:
-            most = _most(op, least, arrays)
+            most = _most(op, least, arrays, check)
             if most == 0:
                 return Calls(least, 0, transposed)
             if most >= least and (best is None or most > best.most):
@@ -169,16 +179,17 @@ def find_calls(layer: Any, arrays: list[Array]) -> Calls | None:
     return best
 
 
-def _most(op: Callable[..., Any], least: int, arrays: list[Array]) -> int:
+def _most(op: Callable[..., Any], least: int, arrays: list[Array], check: Check) -> int:
     """Up to how many rows a call keeps the bits of each row, wherever it is among them; 0: any
     number, -1: none."""
     alone = Calls(least, least)
-    rows = [x[:ROWS] for x in arrays]
+    rows = [x[mx.arange(ROWS) % len(x)] for x in arrays]
     one = [_first_of(alone.apply(op, *(x[i : i + 1] for x in rows))) for i in range(ROWS)]
     singles = mx.concatenate(one)
     most = -1
     for count in (*range(least, ROWS + 1), *MORE_ROWS):
         for order in (1, -1):
+            check()
             at = mx.arange(count)[::order] % ROWS
             if not mx.array_equal(_first_of(op(*(x[at] for x in rows))), singles[at]):
                 return min(most, ROWS)

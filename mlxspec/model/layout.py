@@ -1,8 +1,8 @@
-"""Loads an mlx-lm model and finds the layout it runs in, by trying.
+"""Loads an mlx-lm model and finds the layout it runs in, by trial.
 
 Rule: fail loudly at load, never run silently slow. The first layout that reproduces mlx-lm's own
-logits is used; why the faster ones were refused is logged. What is tried is what serving does:
-ragged batches, prompts cut anywhere, drafts of which a part is accepted; but not quantized K/V.
+logits is used, and the log says why faster ones were refused. A trial does what serving does:
+ragged batches, prompts cut anywhere, partly accepted drafts; but no quantized K/V.
 """
 
 from collections import Counter
@@ -47,8 +47,8 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     ("gather", True),
     ("solo", True),
 )
-# Weights are read in at least so many parts, which have about so many bytes at most: after each
-# this thread waits some milliseconds for its turn in Python, as another one imports modules.
+# Weights are read in at least READS parts, of about READ_BYTES at most: after each, this thread
+# waits some milliseconds for Python's lock, as another one imports modules.
 READS, READ_BYTES = 8, 256 << 20
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -56,16 +56,16 @@ DEFAULT_CONTEXT = 8192
 
 
 class CacheBytes(NamedTuple):
-    """What a model caches, in bytes."""
+    """Bytes that a model caches."""
 
-    token: int = 0  # for one token, in layers with full attention
-    windows: tuple[tuple[int, int], ...] = ()  # (window, bytes for one token), by window
-    state: int = 0  # for one sequence, in recurrent layers
+    token: int = 0  # per token, in layers with full attention
+    windows: tuple[tuple[int, int], ...] = ()  # (window, bytes per token), by window
+    state: int = 0  # per sequence, in recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The layout of a model, and what its caches take there."""
+    """The layout of a model, and the size of its caches in it."""
 
     layout: Layout
     trunk: bool  # lm_head runs on sampled rows only
@@ -74,7 +74,7 @@ class LayoutChoice:
     vocab: int
     refused: tuple[str, ...] = ()  # faster layouts, each with the reason
     rollback: bool = True  # recurrent layers, if any, can drop rejected drafts
-    sure: bool = True  # no layout was refused for what may have been lack of memory
+    sure: bool = True  # no refusal may have been due to a lack of memory
 
     @property
     def sharing(self) -> bool:
@@ -95,7 +95,7 @@ class LayoutChoice:
         **options: Any,
     ) -> Runner:
         """A runner in this layout with `blocks` in its pool; `make` is its type, `options` are
-        Runner's others."""
+        Runner's other arguments."""
         options |= {"lone": self.lone, "rollback": self.rollback}
         return make(model, self.layout, block_size, blocks=blocks, **options)
 
@@ -106,8 +106,8 @@ class LayoutChoice:
 
 
 def load(path: Path, group: ProcessGroup = ALONE) -> tuple[Module, Json]:
-    """The model, this rank's part of it if a group of several shares it, and its config; the
-    weights stay on disk until `load_weights`. Raises UnsupportedModel."""
+    """The model, or this rank's part of it if several ranks share it, and its config; the weights
+    stay on disk until `load_weights`. Raises UnsupportedModel."""
     _check_layers(path)
     try:
         model, config = load_model(path, lazy=True, get_model_classes=_classes)
@@ -129,8 +129,8 @@ def load(path: Path, group: ProcessGroup = ALONE) -> tuple[Module, Json]:
 
 
 def _check_layers(path: Path) -> None:
-    """Refuse more layers than there are tensors, before modules for them are made: three million
-    took 3.8 GB. Raises UnsupportedModel."""
+    """Refuse more layers than tensors, before modules are built for them: three million took
+    3.8 GB. Raises UnsupportedModel."""
     tensors = 0
     with suppress(Exception):  # of damaged files, which the loader reports
         tensors = sum(len(cast(Json, mx.load(str(file)))) for file in weight_files(path))
@@ -143,12 +143,12 @@ def _check_layers(path: Path) -> None:
 
 
 def _classes(config: Json) -> Any:
-    """mlx-lm's, but they load a trunk alone too, such as Qwen3-Embedding: names without a prefix,
-    and no lm_head. What stands in for it samples tokens that nobody reads."""
-    build, arguments = _get_classes(config)
+    """mlx-lm's classes, but they also load a trunk alone, such as Qwen3-Embedding: names without a
+    prefix, and no lm_head. Its stand-in samples tokens that nobody reads."""
+    model_class, args_class = _get_classes(config)
 
-    def built(given: Any) -> Module:
-        model: Module = build(given)
+    def build(args: Any) -> Module:
+        model: Module = model_class(args)
         inherited = getattr(model, "sanitize", dict)
 
         def sanitize(weights: Json) -> Any:
@@ -162,7 +162,7 @@ def _classes(config: Json) -> Any:
         model.sanitize = sanitize
         return model
 
-    return built, arguments
+    return build, args_class
 
 
 def has_code(config: Json) -> bool:
@@ -181,11 +181,11 @@ def flat(config: Json) -> Json:
 
 
 def context_of(config: Json, most: int = 0) -> int:
-    """The longest context the model was trained for, in tokens, `most` at most, 0: no limit; 8192
-    is taken if its config has none."""
+    """The longest context the model was trained for, in tokens; 8192 if its config names none.
+    `most` is an upper limit, 0: none."""
     fields = flat(config)
-    found = [fields.get(key) for key in CONTEXT_KEYS]
-    context = next((each for each in found if isinstance(each, int) and each > 0), 0)
+    lengths = [fields.get(key) for key in CONTEXT_KEYS]
+    context = next((n for n in lengths if isinstance(n, int) and n > 0), 0)
     if not context:
         log.warning("config.json names no context length; assuming %d tokens", DEFAULT_CONTEXT)
         context = DEFAULT_CONTEXT
@@ -203,8 +203,8 @@ def _bytes_of(tree: Any) -> int:
 
 
 def geometry(model: Module, kv_bits: int = 0, group: ProcessGroup = ALONE) -> CacheBytes:
-    """What the model's caches take, quantized to `kv_bits` if not 0, before any weight is read:
-    found by a forward pass that is never evaluated. All 0 where the model's code cannot run so."""
+    """The size of the model's caches, quantized to `kv_bits` if not 0, before any weight is read:
+    from a forward pass that is never evaluated. All 0 if the model's code cannot do that."""
     try:
         with group.together():
             caches = make_prompt_cache(model)
@@ -216,15 +216,15 @@ def geometry(model: Module, kv_bits: int = 0, group: ProcessGroup = ALONE) -> Ca
 
 
 def bytes_of_layers(layers: int, run: Callable[[list[Any]], Any]) -> CacheBytes:
-    """What so many layers with full attention cache, of which `run` builds a forward pass on the
-    caches that it is given."""
+    """What `layers` layers with full attention cache; `run` builds a forward pass of them on the
+    caches passed to it."""
     caches = [KVCache() for _ in range(layers)]  # type: ignore[no-untyped-call]
     run(caches)
     return _measure(caches, 0)
 
 
 def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
-    """What mlx-lm's caches take that hold one sequence, if K/V are quantized to `kv_bits`."""
+    """The size of mlx-lm's caches of one sequence, with K/V quantized to `kv_bits`."""
     state = 0
     sizes = Counter[int]()  # by window, 0: full attention
     for cache in flat_caches(caches):
@@ -244,8 +244,8 @@ def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
 
 
 def load_weights(model: Module, group: ProcessGroup = ALONE) -> None:
-    """Read the weights into memory, with a progress bar. A group of several reads them one by one,
-    as MLX may hang on a rank that is lost in between. Raises UnsupportedModel."""
+    """Read the weights into memory, with a progress bar. Several ranks read them one by one, as MLX
+    may hang on a rank that is lost in between. Raises UnsupportedModel."""
     total = weights(model)
     done = 0
     arrays = arrays_in(model.parameters())
@@ -309,14 +309,14 @@ def find_layout(
 
 
 def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBytes:
-    """What the caches of a runner take, measured on mlx-lm's `caches` of one sequence. Raises
-    UnsupportedModel where K/V cannot be quantized to `kv_bits`."""
+    """The size of a runner's caches, measured on mlx-lm's `caches` of one sequence. Raises
+    UnsupportedModel if K/V cannot be quantized to `kv_bits`."""
     if kv_bits and not runner.pages():
         raise UnsupportedModel(
             f"kv_bits = {kv_bits}: in the {runner.layout} layout this model has no K/V pools;"
             " give 0",
         )
     if runner.layout == "solo":
-        held = _bytes_of([cache.state for cache in caches])
-        return CacheBytes(-(-held // KV_STEP))
+        size = _bytes_of([cache.state for cache in caches])
+        return CacheBytes(-(-size // KV_STEP))
     return _measure(caches, kv_bits)

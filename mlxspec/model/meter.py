@@ -1,6 +1,6 @@
 """The memory that MLX holds.
 
-Rule: the wired limit is set at a user's wish alone, once, because macOS panics under it.
+Rule: the wired limit is set only at the user's request, once, because macOS panics under it.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ def bound(size: int) -> None:
 
 
 def trim() -> None:
-    """Free MLX's cache of buffers. On Linux they are glibc's, which keeps what lies between others
-    until it is told to give it back."""
+    """Free MLX's cache of buffers. On Linux they are glibc's, which keeps free memory between live
+    blocks until it is trimmed."""
     mx.clear_cache()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

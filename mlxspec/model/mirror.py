@@ -1,7 +1,7 @@
-"""Rank 0's runner, which lets the other ranks do what it does, and what they do it with.
+"""Rank 0's runner, which sends its calls to the other ranks, and the Follower that repeats them.
 
-Rule: a follower decides nothing. It has a copy of each sequence as far as a forward needs it, under
-the same block ids, and samples the same tokens, since noise is keyed by seed and position.
+Rule: a follower decides nothing. It has a copy of what a forward needs of each sequence, under the
+same block ids, and samples the same tokens, since noise is keyed by seed and position.
 """
 
 from collections import deque
@@ -23,12 +23,12 @@ from mlxspec.sequences import Draft, SeqState, Span, Spans
 from mlxspec.types import STATE, Sampling, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
-NUMBERS = count(1)  # of what followers hold, of all models
-GOES_ON = 0  # a sequence's recurrent state follows from its last step
+NUMBERS = count(1)  # of the objects that followers hold, for all models
+CONTINUES = 0  # a sequence's recurrent state follows from its last step
 
 
 def runner_type(group: ProcessGroup, model: str) -> Callable[..., Runner]:
-    """What makes the runner of the `model` of that name."""
+    """The constructor of the runner for the model with this name."""
     if group.size == 1 or group.rank:
         return Runner
     return partial(MirroredRunner, group, model)
@@ -41,29 +41,29 @@ class Snapshot(list[mx.array]):
 
 
 class MirroredRunner(Runner):
-    """Rank 0's, of the model of that `name`. What happens between two steps is told with the next
-    one."""
+    """Rank 0's runner for the model called `name`. Calls between two steps are sent with the next
+    step."""
 
     def __init__(self, group: ProcessGroup, name: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._group, self._name = group, name
         # Number, tokens and tables of each sequence that the followers know.
-        self._told = WeakKeyDictionary[SeqState, tuple[int, int, list[list[int]]]]()
+        self._mirrored = WeakKeyDictionary[SeqState, tuple[int, int, list[list[int]]]]()
         self._plans = deque[Spans](maxlen=STEPS)
 
     def _call(self, what: str, *args: Any) -> None:
         self._group.call(self._name, what, self.highest(), *args)
 
-    def _number(self, held: Any) -> int:
-        """A number for what the followers hold as long as this rank does."""
+    def _number(self, content: Any) -> int:
+        """A number for an object that the followers hold as long as this rank does."""
         number = next(NUMBERS)
-        finalize(held, self._group.call, self._name, "drop", [], number)
+        finalize(content, self._group.call, self._name, "drop", [], number)
         return number
 
     def forward(self, plan: Sequence[S], previous: Forward[S] | None) -> Forward[S]:
-        """What a drafter left on the device follows on the device."""
-        told = [self._span(e) for e in plan]
-        self._call("step", told, previous is not None, list(self.view.taps))
+        """Drafts that are on the device are sent from there."""
+        messages = [self._message(e) for e in plan]
+        self._call("step", messages, previous is not None, list(self.view.taps))
         self._group.flush()
         for e in plan:
             if isinstance(e.draft.tokens, mx.array):
@@ -72,25 +72,26 @@ class MirroredRunner(Runner):
         self._plans.append(step.plan)
         return step
 
-    def _span(self, e: Span) -> Sequence[Any]:
-        """A span for the followers: the number of its sequence; of a new one its index, prompt's
-        length, pooling and sampling; its tokens that are new to them; its tables, [] as before; the
-        state it starts from, None: fresh, GOES_ON or a snapshot's number; Span's fields from
-        `start` to `inflight_drafts`; its draft, or how many tokens follow on the device; masks."""
+    def _message(self, e: Span) -> Sequence[Any]:
+        """A span for the followers: the number of its sequence; its index, prompt's length, pooling
+        and sampling if it is new to them, else None; the tokens that they lack; its tables, [] if
+        unchanged; the state it starts from, None: fresh, CONTINUES or a snapshot's number; Span's
+        fields from `start` to `inflight_drafts`; its draft, or the length of one on the device;
+        masks."""
         kept, new = e.kept, None
-        if kept not in self._told:
+        if kept not in self._mirrored:
             new = kept.index, kept.prompt_len, kept.pooling, asdict(kept.sampling)
-            self._told[kept] = self._number(kept), 0, []
-        number, known, before = self._told[kept]
+            self._mirrored[kept] = self._number(kept), 0, []
+        number, length, before = self._mirrored[kept]
         tables = [[*table] for table in e.tables]
-        self._told[kept] = number, len(e.tokens), tables
+        self._mirrored[kept] = number, len(e.tokens), tables
         draft = e.draft.tokens
         return (
             number,
             new,
-            e.tokens[known:],
+            e.tokens[length:],
             tables if tables != before else [],
-            None if kept.recurrent is None else getattr(kept.recurrent, "number", GOES_ON),
+            None if kept.recurrent is None else getattr(kept.recurrent, "number", CONTINUES),
             (e.start, e.count, e.samples, e.pending, e.inflight_drafts),
             len(draft) if isinstance(draft, mx.array) else [*draft],
             _in_hex(e.masks),
@@ -107,7 +108,7 @@ class MirroredRunner(Runner):
             self._call("copy", [*copies])
         super().copy_blocks(copies)
 
-    # ---- recurrent states: a span is told by its place among those of the last steps
+    # ---- recurrent states: a span is identified by its index among those of the last steps
 
     def _recent(self) -> list[Span]:
         return [e for plan in self._plans for e in plan]
@@ -115,25 +116,25 @@ class MirroredRunner(Runner):
     def keep(self, state: Any) -> Snapshot:
         if isinstance(state, Snapshot):
             return state
-        place = [id(e.recurrent) for e in self._recent()].index(id(state))
-        kept = self._snapshot(super().keep(state))
-        self._call("keep", place, kept.number)
-        return kept
+        index = [id(e.recurrent) for e in self._recent()].index(id(state))
+        snapshot = self._snapshot(super().keep(state))
+        self._call("keep", index, snapshot.number)
+        return snapshot
 
     def _snapshot(self, arrays: Iterable[mx.array]) -> Snapshot:
-        made = Snapshot(arrays)
-        made.number = self._number(made)
-        return made
+        snapshot = Snapshot(arrays)
+        snapshot.number = self._number(snapshot)
+        return snapshot
 
     def cut(self, step: Forward[S], span: S, rows: int) -> None:
         if step.recordings:
             self._call("cut", self._recent().index(span), rows)
         super().cut(step, span, rows)
 
-    # ---- the prefix cache on disk: each rank's has its own part of the same blocks
+    # ---- the prefix cache on disk: each rank saves its own part of the same blocks
 
     def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[mx.array]:
-        numbers = [getattr(each, "number", each) for each in contents.values()]
+        numbers = [getattr(content, "number", content) for content in contents.values()]
         self._call("save", group, _in_hex(contents), numbers)
         self._group.flush()  # no step may follow for long
         return super().export(group, contents)
@@ -148,10 +149,10 @@ class MirroredRunner(Runner):
         self._group.flush()
 
     def all_read(self, keys: Sequence[bytes], seconds: float) -> bool:
-        self._call("found", seconds)
+        self._call("finish_read", seconds)
         self._group.flush()
-        found = self._group.gather(_in_hex(keys), TIMEOUT_S)
-        return all(each == found[0] for each in found)
+        by_rank = self._group.gather(_in_hex(keys), TIMEOUT_S)
+        return all(rank_keys == by_rank[0] for rank_keys in by_rank)
 
     def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
         number = 0
@@ -174,8 +175,9 @@ def _in_hex(keys: Iterable[bytes]) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """Another rank's part: what does with the `engine` there what rank 0's runner calls. `disk` is
-    that of its prefix cache, whose index does not count: where it lacks a run, rank 0 hears so."""
+    """Another rank's counterpart of MirroredRunner: repeats the calls of rank 0's runner with this
+    rank's `engine`. Rank 0 decides by its own index of the prefix cache on disk; it is told if a
+    run is missing here."""
 
     engine: Any  # an engine.engine.Engine
     group: ProcessGroup
@@ -185,53 +187,53 @@ class Follower:
     _arrays: Any = None  # of the run that was read
 
     def call(self, what: str, highest: Sequence[int], *args: Any) -> None:
-        """Do what was called, with memory up to the `highest` block of each pool."""
+        """Repeat a call, with memory up to the `highest` block of each pool."""
         runner: Runner = self.engine.runner
         runner.highest = lambda: highest
         match what, *args:
-            case "step", told, overlaps, taps:
-                self._step(told, overlaps, taps)
+            case "step", messages, overlaps, taps:
+                self._step(messages, overlaps, taps)
             case "drop", number:
-                self._held.pop(number, None)  # of a model that was unloaded and is loaded again
+                self._held.pop(number, None)  # missing if the model was loaded again
             case "copy", copies:
                 runner.copy_blocks(copies)
-            case "keep", place, number:
-                self._held[number] = runner.keep(self._recent(place)[1].recurrent)
-            case "cut", place, rows:
-                runner.cut(*self._recent(place), rows)
+            case "keep", index, number:
+                self._held[number] = runner.keep(self._recent(index)[1].recurrent)
+            case "cut", index, rows:
+                runner.cut(*self._recent(index), rows)
             case "save", group, keys, contents:
                 if group == STATE:
                     contents = [self._held[number] for number in contents]
-                named = dict(zip(map(bytes.fromhex, keys), contents, strict=True))
-                self.engine.offloader.write(named, runner.export(group, named))
+                by_key = dict(zip(map(bytes.fromhex, keys), contents, strict=True))
+                self.engine.offloader.write(by_key, runner.export(group, by_key))
             case "read", key:
                 disk = self.engine.offloader.disk
                 files = disk.touch([bytes.fromhex(key)])
                 self._read = disk.read(files[0]) if files else None
-            case "found", seconds:
-                self.group.gather(_in_hex(self._found(seconds)), TIMEOUT_S)
+            case "finish_read", seconds:
+                self.group.gather(_in_hex(self._finish_read(seconds)), TIMEOUT_S)
             case "place", number, group, blocks, which:
                 self._held[number] = runner.place(group, blocks, self._arrays, which=which)
             case "unload", seconds:
                 self.engine.close(seconds)
 
-    def _found(self, seconds: float) -> Sequence[bytes]:
-        """The keys of the run that was read; none if it was a miss or takes too long."""
+    def _finish_read(self, seconds: float) -> Sequence[bytes]:
+        """The keys of the run that was read; none if it was a miss or takes longer than that."""
         if self._read and wait([self._read], seconds).done and (run := self._read.result()):
             self._arrays = run.arrays
             return tuple(run.keys)
         return ()
 
-    def _recent(self, place: int) -> tuple[Forward[Span], Span]:
-        return [(step, e) for step in self._steps for e in step.plan][place]
+    def _recent(self, index: int) -> tuple[Forward[Span], Span]:
+        return [(step, e) for step in self._steps for e in step.plan][index]
 
-    def _step(self, told: Sequence[Any], overlaps: bool, taps: Sequence[Tap]) -> None:
+    def _step(self, messages: Sequence[Any], overlaps: bool, taps: Sequence[Tap]) -> None:
         """Run one plan; its samples stay on the device."""
         runner: Runner = self.engine.runner
         if list(runner.view.taps) != taps:
             # Else a step without samples would compute less than rank 0's.
             runner.tap(taps)
-        plan = list(map(self._span, told))
+        plan = list(map(self._span, messages))
         step = runner.forward(plan, self._steps[-1] if overlaps else None)
         runner.submit(step, runner.sample(step))
         if step.sampled:
@@ -240,8 +242,8 @@ class Follower:
             e.recurrent = e.kept.recurrent
         self._steps.append(step)
 
-    def _span(self, told: Sequence[Any]) -> Span:
-        number, new, tokens, tables, state, rows, draft, masks = told
+    def _span(self, message: Sequence[Any]) -> Span:
+        number, new, tokens, tables, state, rows, draft, masks = message
         if new:
             index, length, pooling, sampling = new
             self._held[number] = (
@@ -249,16 +251,16 @@ class Follower:
                 [],
                 [],
             )
-        kept, known, own = self._held[number]
-        known += tokens
+        kept, all_tokens, all_tables = self._held[number]
+        all_tokens += tokens
         if tables:
-            own[:] = tables
-        if state != GOES_ON:
+            all_tables[:] = tables
+        if state != CONTINUES:
             kept.recurrent = state and self._held[state]
             kept.batch = None
         if isinstance(draft, int):
             draft = self.group.share(mx.zeros(draft, mx.int32))
-        e = Span(kept, own, known, *rows)
+        e = Span(kept, all_tables, all_tokens, *rows)
         e.draft = Draft(draft)
         e.masks = list(map(bytes.fromhex, masks))
         return e

@@ -1,8 +1,8 @@
 """What one attention layer sees as its cache: pages of a pool, addressed by the step's view.
 
-Rule: mlx-lm hands each layer its cache, so all that a step changes lies in one View that the pages
-of all layers share; there are no globals. A handle has no array methods: a model that touches K/V
-fails at its first start.
+Rule: mlx-lm hands each layer its cache, so everything that a step changes is in one View that the
+pages of all layers share; there are no globals. A handle has no array methods: a model that touches
+K/V fails at its first start.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,11 +29,11 @@ class View:
     `positions` [batch rows]; `slots` where K/V of each row go, [T] or a slice; `groups` partition
     the rows; `sampled` indexes the rows that reach lm_head (None: all); `taps` are hidden states
     that the forward hands out, into `tapped`. Slots before `first` are never seen. `dense`: K/V
-    are handed back gathered, of one group at a time. `kv_bits`: 8 or 4 bits per value in the pools;
-    0: as computed. `last_keys` are K as the last layer that has some computed them,
-    [B, kv_heads, L, D]: NaN in a row if anything before was not finite there. `invariant`: a row's
-    bits must not depend on the forward's other rows. `recorded`: see model/invariant. `images`: the
-    rows of images in the forward, ImageRows; None: there are none.
+    are handed back gathered, one group at a time. `kv_bits`: 8 or 4 bits per value in the pools;
+    0: as computed. `last_keys` [B, kv_heads, L, D] are the K of the last layer that computed any:
+    NaN in a row if anything before was not finite there. `invariant`: a row's bits must not depend
+    on the forward's other rows. `recorded`: see model/invariant. `images`: the rows of images in
+    the forward, ImageRows; None: there are none.
     """
 
     block_size: int
@@ -67,11 +67,11 @@ class Pages:
     dense view handed back as arrays, for models that compute their own attention. Its pools are
     allocated at the first write, when heads and dims are known.
 
-    A row may read slots that it does not see, of a sequence's padding or of a block's last owner,
-    and weighs their values with 0; but 0 * NaN would reach it. So values are finite where they are
-    read: while `clean`, they were when written. A step whose attention our kernel computes writes
-    them as they are, as the kernel counts what is not finite as 0; then all other readers must,
-    of which prompts are left.
+    Attention may read slots that a row does not see, of padding or of a block's last owner, and
+    weight their values with 0; but 0 * NaN is NaN. So values are finite where they are read: while
+    `clean`, they were finite when written. A step whose attention our kernel computes writes them
+    unchanged, as the kernel reads what is not finite as 0; then other readers, the prompts, must
+    do so too.
     """
 
     def __init__(self, view: View, window: int | None) -> None:
@@ -82,7 +82,7 @@ class Pages:
         self.values: Any = None
         self.dtype: Any = None  # of K as computed; models that pass K/V on ask for it
         self.packings: PackingPair = (None, None)
-        self.shape: Shape | None = None  # of attention's kernel, once it was called
+        self.shape: Shape | None = None  # of attention's last call
         self.clean = True
 
     @property
@@ -90,9 +90,9 @@ class Pages:
         return self.view.positions
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """None: attention reads the view. In a dense one bool [B, 1, L, S] for the gathered slots,
-        "causal" (unless an array is asked for) or None. Raises UnsupportedModel for a window that
-        this layer's cache does not keep: probes are too short to see the difference."""
+        """None: attention reads the view. In a dense view bool [B, 1, L, S] for the gathered slots,
+        "causal" (unless an array is requested) or None. Raises UnsupportedModel for a window that
+        this layer's cache does not keep: probes are too short to show the difference."""
         if window_size not in (None, self.window):
             raise UnsupportedModel(
                 f"masks {window_size} tokens, but its cache keeps {self.window or 'all'}",
@@ -111,8 +111,8 @@ class Pages:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """K and V of the step in the view, dense ones [B, kv_heads, S, D] up to its rows; models
-        ask for them in layers that share these."""
+        """K and V for the step in the view, in a dense one [B, kv_heads, S, D] up to its rows;
+        models ask for them in layers that share K and V."""
         if not self.view.dense:
             return self, self
         group = self.view.groups[0]
@@ -128,14 +128,14 @@ class Pages:
         if self.keys is None:
             self.dtype = k.dtype
             self.packings = self._packing(k), self._packing(v)
-        of_k, of_v = self.packings
+        k_packing, v_packing = self.packings
         self.view.last_keys = k
         if self.view.dense:
-            k = _finite(k, of_k)  # models may mask scores by adding to them: NaN stays NaN
+            k = _finite(k, k_packing)  # models may mask scores by adding to them: NaN stays NaN
         if self._by_kernel():
             self.clean = False
         else:
-            v = _finite(v, of_v)
+            v = _finite(v, v_packing)
         k, v = map(_rows, (k, v), self.packings)
         if self.keys is None:
             self.keys, self.values = self._allocate(k), self._allocate(v)
@@ -145,10 +145,10 @@ class Pages:
         """Whether only our kernel reads what this step writes, in this step."""
         if self.view.kv_bits or not self.shape:
             return False
-        known = self.view.by_kernel
-        if self.shape not in known:
-            known[self.shape] = kernel_alone(self.shape, self.view.groups)
-        return known[self.shape]
+        by_kernel = self.view.by_kernel
+        if self.shape not in by_kernel:
+            by_kernel[self.shape] = kernel_alone(self.shape, self.view.groups)
+        return by_kernel[self.shape]
 
     def _packing(self, x: Array) -> Packing | None:
         dim = x.shape[3]
@@ -174,7 +174,7 @@ class Pages:
         return self.keys, self.values
 
     def grow(self, blocks: int) -> None:
-        """Grow the pools to so many blocks, keeping their content."""
+        """Grow the pools to this number of blocks, keeping their content."""
         more = blocks * self.view.block_size - self.keys.shape[1]
         width = [(0, 0), (0, more), (0, 0)]
         grown = [mx.pad(pool, width) for pool in self.pools()]
@@ -183,8 +183,8 @@ class Pages:
 
 
 def flat_caches(caches: Iterable[Any]) -> list[Any]:
-    """The layers' caches, those inside a CacheList one by one."""
-    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
+    """The layers' caches, with those inside a CacheList one by one."""
+    return [inner for cache in caches for inner in getattr(cache, "caches", [cache])]
 
 
 def arrays_in(tree: Any) -> list[Array]:
@@ -221,8 +221,8 @@ def _put(pool: Array, slots: Array | slice, rows: Array) -> Array:
 
 
 def window_of(cache: Any) -> int | None:
-    """The sliding window that mlx-lm's cache of this layer stands for. Raises UnsupportedModel for
-    other memories."""
+    """The sliding window of a layer by mlx-lm's cache for it, None: full attention. Raises
+    UnsupportedModel for other kinds of cache."""
     if type(cache) is KVCache:
         return None
     if type(cache) is RotatingKVCache and not cache.keep:
@@ -231,7 +231,7 @@ def window_of(cache: Any) -> int | None:
 
 
 def slot_index(slots: list[int]) -> Array | slice:
-    """What indexes a pool at `slots`: a slice where they follow each other, which MLX writes as one
+    """The index of `slots` in a pool: a slice if they are consecutive, which MLX writes in one
     piece and with fewer operations."""
     first = slots[0]
     last = first + len(slots)

@@ -1,7 +1,7 @@
 """Ranks: the processes among which a model is split, connected by MLX (mx.distributed).
 
 Rule: all ranks exchange the same messages in the same order, on the stream of the model's own sums.
-Rank 0 decides; the others hear of it, and the samples of all are compared.
+Rank 0 decides and tells the others; the samples of all are compared.
 """
 
 import json
@@ -30,12 +30,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxspec import log
 from mlxspec.types import UnsupportedModel, UserError, line_of
 
-WORDS = 1024  # int32 of a message; where that is too few, another follows
+WORDS = 1024  # int32 of a message; a longer one follows its length
 TIMEOUT_S = 60.0  # without a message
 LOAD_S = 1800.0  # likewise between two steps of loading a model
 WATCH_S = 1.0
-EXIT_S = 0.5  # in which a rank that broke a connection has ended
-END_S = 5.0  # in which the others write what is left and end
+EXIT_S = 0.5  # until a rank that broke a connection has ended
+END_S = 5.0  # for the others to save their work and end
 FAILED = "failed"
 # Attributes of mlx-lm's modules that its shard() divides, rounding down.
 HEADS = ["n_heads", "n_kv_heads", "num_heads", "num_attention_heads", "num_key_value_heads"]
@@ -43,8 +43,8 @@ HEADS += ["num_k_heads", "num_v_heads"]
 
 
 def split(model: Module, group: mx.distributed.Group) -> None:
-    """Keep this rank's part of a model's weights, by mlx-lm's own shard(); they are read once they
-    are evaluated, which all ranks have to do. Raises UnsupportedModel."""
+    """Keep this rank's part of a model's weights, by mlx-lm's own shard(); they are read when they
+    are evaluated, which all ranks must do. Raises UnsupportedModel."""
     ranks = group.size()
     name = type(model).__module__
     if not hasattr(model, "shard"):
@@ -63,26 +63,26 @@ def split(model: Module, group: mx.distributed.Group) -> None:
 
 
 def _read_in_turn(model: Module, group: mx.distributed.Group) -> None:
-    """Let one rank read each array from disk and send it to the others, once it is evaluated; all
-    ranks read about as many bytes. MLX reads an array of a file whole, however little is kept."""
-    read = [0] * group.size()
+    """Let one rank read each array from disk and send it to the others, when it is evaluated; all
+    ranks read about as many bytes. MLX reads a whole array from a file, however little is kept."""
+    bytes_read = [0] * group.size()
     shared = []
     last: list[Array] = []
     arrays: Any = tree_flatten(model.parameters())
     for name, array in arrays:
-        reader = read.index(min(read))
-        read[reader] += array.nbytes
-        own = array if reader == group.rank() else mx.zeros_like(array)
+        reader = bytes_read.index(min(bytes_read))
+        bytes_read[reader] += array.nbytes
+        part = array if reader == group.rank() else mx.zeros_like(array)
         # All ranks exchange in this order, whatever is evaluated first.
-        given = mx.depends([own], last)
-        last = [mx.distributed.all_sum(given[0], group=group, stream=mx.cpu)]
+        ordered = mx.depends([part], last)
+        last = [mx.distributed.all_sum(ordered[0], group=group, stream=mx.cpu)]
         shared.append((name, last[0]))
     model.update(tree_unflatten(shared))
 
 
 class RankLost(BaseException):
-    """Another rank is gone, or computes something else. No Exception, as nothing that catches one
-    can go on: the ranks wait for each other in the model's sums."""
+    """Another rank is gone, or computes something else. Not an Exception, as no handler of one
+    could go on: the ranks wait for each other in the model's sums."""
 
 
 class RankFailed(UnsupportedModel):
@@ -91,9 +91,9 @@ class RankFailed(UnsupportedModel):
 
 @dataclass(slots=True, eq=False)
 class ProcessGroup:
-    """The processes that hold a model's parts, the ranks, as this one sees them; alone without a
-    `group` of MLX. `children` are the others if this one started them. For the thread that owns
-    MLX."""
+    """The ranks, processes that hold the parts of a model, as this one sees them; without MLX's
+    `group` it is the only one. `children` are the others if this one started them. For the thread
+    that owns MLX."""
 
     group: Any = None
     children: Sequence[subprocess.Popen[bytes]] = ()
@@ -101,13 +101,13 @@ class ProcessGroup:
     rank: int = 0
     size: int = 1
     level: int = 0  # the worst memory pressure of the others
-    ended: bool = False  # rank 0 has said so
+    ended: bool = False  # rank 0 has called "end"
     # Samples of each step, until they are in the checksum.
     samples: deque[Array] = field(default_factory=deque)
     _checksum: int = 0
     # Time of the last message, and seconds after which the next one is missed.
     _last_message: tuple[float, float] = (0.0, inf)
-    _sent: Array | None = None  # the last message, with what the others gave
+    _replies: Array | None = None  # to the last message, with the message itself
     _calls: list[Sequence[Any]] = field(default_factory=list)  # for the next message
 
     def __post_init__(self) -> None:
@@ -120,54 +120,54 @@ class ProcessGroup:
     # ---- all ranks ---------------------------------------------------------------------------
 
     def gather(self, value: Any, seconds: float = 0.0) -> list[Any]:
-        """Every rank's value, JSON of at most 4 * WORDS bytes, by rank; another message follows as
-        for `expect`. Raises RankFailed where one has told `failed`."""
+        """Every rank's value, JSON of at most 4 * WORDS bytes, by rank; `seconds` as for `expect`.
+        Raises RankFailed if a rank has called `failed`."""
         if not self.group:
             return [value]
-        found = self._exchange(value)
+        values = self._exchange(value)
         self.expect(seconds)
-        for rank, each in enumerate(found):
-            if isinstance(each, dict):
-                raise RankFailed(f"rank {rank}: {each[FAILED]}")
-        return found
+        for rank, other in enumerate(values):
+            if isinstance(other, dict):
+                raise RankFailed(f"rank {rank}: {other[FAILED]}")
+        return values
 
     def failed(self, error: Exception) -> None:
-        """Tell the others, which wait in `gather`, that loading failed here; not where all know."""
+        """Tell the others, which wait in `gather`, that loading failed here, unless all know."""
         if not isinstance(error, RankFailed):
             with suppress(RankFailed):
                 self.gather({FAILED: line_of(error)[:WORDS]})
 
     def same(self, facts: str, what: str) -> None:
         """Check that all ranks have the same facts. Raises UnsupportedModel."""
-        found = self.gather(crc32(facts.encode()))
-        for rank, each in enumerate(found):
-            if each != found[0]:
+        checksums = self.gather(crc32(facts.encode()))
+        for rank, checksum in enumerate(checksums):
+            if checksum != checksums[0]:
                 raise UnsupportedModel(f"rank {rank} has another {what} than rank 0")
 
     def enough(self, blocks: Sequence[int]) -> None:
         """Check that no rank's pools have fewer blocks than rank 0's. Raises UnsupportedModel."""
         first, *others = self.gather(list(blocks))
-        for rank, each in enumerate(others, 1):
-            if np.less(each, first).any():
+        for rank, counts in enumerate(others, 1):
+            if np.less(counts, first).any():
                 why = "give all ranks the same settings"
-                raise UnsupportedModel(f"rank {rank} has {each} blocks, rank 0 {first}: {why}")
+                raise UnsupportedModel(f"rank {rank} has {counts} blocks, rank 0 {first}: {why}")
 
     def share(self, tokens: Array) -> Array:
-        """Rank 0's tokens, int32 [n], lazily; the others give zeros."""
+        """Rank 0's tokens, int32 [n], lazily; the others pass zeros."""
         shared = mx.distributed.all_sum(tokens, group=self.group, stream=mx.cpu)
         mx.async_eval(shared)
         return shared
 
     def expect(self, seconds: float = 0.0) -> None:
-        """Expect another message in so many seconds; 0: a step of loading is done, as all ranks
-        know, and the next one may take LOAD_S."""
+        """Expect another message within so many seconds; 0: all ranks have finished a step of
+        loading, and the next one may take LOAD_S."""
         self._last_message = time.monotonic(), seconds or LOAD_S
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """While all ranks compute. MLX does not say by a type of error that another rank is gone;
-        but whatever of its errors comes up here, the others wait in their sums for this rank.
-        Raises RankLost for it."""
+        """For code in which all ranks compute. MLX has no type of error for a rank that is gone;
+        but after any of its errors here, the others wait in their sums for this rank. Raises
+        RankLost for it."""
         try:
             yield
         except Exception as error:
@@ -179,7 +179,7 @@ class ProcessGroup:
             raise
 
     def _check(self) -> int:
-        """The checksum of all samples but those of the last step, which may be in flight."""
+        """The checksum of all samples except the last step's, which may be in flight."""
         while len(self.samples) > 1:
             tokens = self._read(self.samples.popleft())
             self._checksum = crc32(tokens.tobytes(), self._checksum)
@@ -190,7 +190,7 @@ class ProcessGroup:
         return self._decode(self._post(json.dumps(value).encode()))
 
     def _post(self, data: bytes, words: int = WORDS) -> Array:
-        """Exchange a row of so many int32, without waiting: [ranks, words]."""
+        """Exchange a row of `words` int32, without waiting: [ranks, words]."""
         row = np.frombuffer(data.ljust(4 * words), np.int32).reshape(1, words)
         rows = mx.distributed.all_gather(mx.array(row), group=self.group, stream=mx.cpu)
         mx.async_eval(rows)
@@ -200,7 +200,7 @@ class ProcessGroup:
         return [json.loads(row.tobytes()) for row in self._read(rows)]
 
     def _read(self, array: Array) -> Any:
-        """The numpy array of what was exchanged. Raises RankLost."""
+        """Exchanged values as a numpy array. Raises RankLost."""
         with self.together():
             mx.eval(array)  # without this, numpy swallows MLX's error
         return np.array(array)
@@ -208,17 +208,17 @@ class ProcessGroup:
     # ---- rank 0 ------------------------------------------------------------------------------
 
     def call(self, *call: Any) -> None:
-        """Let the others do so with the next message: of which model, what, its arguments."""
+        """Send a call to the others with the next message: the model's name, what, arguments."""
         if self.group:
             self._calls.append(call)
 
     def flush(self, seconds: float = TIMEOUT_S) -> None:
-        """Tell the others what was called, without waiting for them; another message follows in so
+        """Send the calls to the others, without waiting for them; another message follows within so
         many seconds. Raises RankLost if their samples differ."""
         if not self.group:
             return
-        if self._sent is not None:
-            _, *statuses = self._decode(self._sent)
+        if self._replies is not None:
+            _, *statuses = self._decode(self._replies)
             self.level = max(level for _, level in statuses)
             for rank, (checksum, _) in enumerate(statuses, 1):
                 if checksum != self._checksum:
@@ -228,20 +228,20 @@ class ProcessGroup:
         calls, self._calls = self._calls, []
         data = json.dumps([seconds, calls]).encode()
         words = -(-len(data) // 4)
-        self._sent = self._post(data if words <= WORDS else b"%d" % words)
+        self._replies = self._post(data if words <= WORDS else b"%d" % words)
         if words > WORDS:
             self._post(data, words)
         self.expect(seconds)
 
     def poll(self) -> None:
-        """Tell the others that this rank is alive, and what was called, after a moment without a
-        message."""
+        """After a moment without a message, send the calls, which shows the others that this rank
+        is alive."""
         if time.monotonic() - self._last_message[0] > WATCH_S:
             self.flush()
 
     def end(self) -> None:
-        """Let the others end, unless they have failed as well."""
-        children, self.children = self.children, ()  # which are expected to end
+        """Let the others end, unless they have failed too."""
+        children, self.children = self.children, ()  # whose end is expected now
         if self.group:
             with suppress(RuntimeError, RankLost):
                 self.call("", "end")
@@ -257,7 +257,7 @@ class ProcessGroup:
     # ---- the others --------------------------------------------------------------------------
 
     def receive(self, level: int) -> list[list[Any]]:
-        """Wait for what rank 0 calls next, and tell it this process's memory pressure."""
+        """Wait for rank 0's next calls, and tell it this process's memory pressure."""
         message = self._exchange([self._check(), level])[0]
         if isinstance(message, int):
             message = self._decode(self._post(b"0", message))[0]
@@ -269,9 +269,9 @@ class ProcessGroup:
     # ---- when one is lost --------------------------------------------------------------------
 
     def watch(self, lost: Callable[[RankLost], object]) -> None:
-        """From now on call `lost`, on a thread of its own, when a message is missed or a process
-        that started this one, or was started by it, has ended: not every connection that breaks
-        tells so, and MLX may wait for ever."""
+        """From now on call `lost`, on a thread of its own, when a message is overdue, or the parent
+        or a child process has ended: not every broken connection raises an error, and MLX may wait
+        for ever."""
         parent = os.getppid()
 
         def loop() -> None:
@@ -291,12 +291,12 @@ class ProcessGroup:
             threading.Thread(target=loop, name="ranks", daemon=True).start()
 
     def _lost(self, why: str | Exception) -> RankLost:
-        """Which rank is gone, as far as this process can know; an error may be its own."""
+        """The rank that is gone, as far as this process can know; an error may be its own."""
         time.sleep(EXIT_S)
         if ended := _why_ended(self.children):
             return RankLost(ended)
-        beside = {(self.rank + step) % self.size for step in (1, -1)}
-        gone = f"rank {' or '.join(map(str, beside))} is gone"
+        neighbours = {(self.rank + step) % self.size for step in (1, -1)}
+        gone = f"rank {' or '.join(map(str, neighbours))} is gone"
         if isinstance(why, Exception):
             log.error("this rank has failed, or another one", exc_info=why)
             gone += f", or rank {self.rank} has failed"
@@ -308,16 +308,16 @@ ALONE = ProcessGroup()  # one process holds all of a model
 
 
 def _why_ended(children: Sequence[subprocess.Popen[bytes]]) -> str:
-    """Which of the other ranks has ended, of all that this process started; "": none. Those that
-    lost another one end with 1, so one that did not was the first."""
-    ended = [(child.poll(), rank) for rank, child in enumerate(children, 1)]
-    found = sorted((s == 1, rank, s) for s, rank in ended if s is not None)
-    return f"rank {found[0][1]} has ended with status {found[0][2]}" if found else ""
+    """Which rank that this process started has ended first; "": none. Ranks that lost another one
+    end with 1, so one with another status was the first."""
+    statuses = [(child.poll(), rank) for rank, child in enumerate(children, 1)]
+    ended = sorted((s == 1, rank, s) for s, rank in statuses if s is not None)
+    return f"rank {ended[0][1]} has ended with status {ended[0][2]}" if ended else ""
 
 
 def join(size: int, flags: Sequence[str] = ()) -> ProcessGroup:
-    """This process's ranks: those that mlx.launch started; else `size` on this machine, the others
-    started here as `mlxspec serve` with `flags`. Raises UserError."""
+    """The ranks that mlx.launch started; else `size` on this machine, of which this process starts
+    the others as `mlxspec serve` with `flags`. Raises UserError."""
     if "MLX_RANK" in os.environ:
         return _connect([])
     if size == 1:
@@ -353,9 +353,9 @@ def _connect(children: Sequence[subprocess.Popen[bytes]], hosts: Any = None) -> 
 
 
 def _free_ports(size: int) -> list[list[str]]:
-    """An address of this machine for each rank, as the ring wants it."""
+    """An address of this machine for each rank, as MLX's ring expects it."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
-    for each in sockets:
-        each.close()
+    hosts = [[f"127.0.0.1:{server.getsockname()[1]}"] for server in sockets]
+    for server in sockets:
+        server.close()
     return hosts

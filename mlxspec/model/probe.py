@@ -1,6 +1,6 @@
-"""What a layout is tried on: a few ragged prompts, whose logits must equal mlx-lm's own.
+"""The trial of a layout: a few ragged prompts, whose logits must equal mlx-lm's own.
 
-Rule: it does what serving does: prompts are cut anywhere, of drafts a part is accepted.
+Rule: it does what serving does: prompts are cut anywhere, drafts are accepted in part.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ TOLERANCE_HALF = 0.1
 
 
 def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
-    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on, by
-    one pass for each; and its caches of the last prompt. Raises UnsupportedModel."""
+    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on, in
+    one pass each; and its caches of the last prompt. Raises UnsupportedModel."""
     logits = []
     try:
         for prompt in PROMPTS:
@@ -47,11 +47,11 @@ def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
 
 
 def probe_logits(runner: Runner) -> list[dict[int, Array]]:
-    """The runner's logits for what `reference_logits` computes, all prompts in one batch: the rows
-    that it samples, each under its number there."""
-    known = [[*prompt, *CONTINUATION] for prompt in PROMPTS]
+    """The runner's logits for the prompts of `reference_logits`, all in one batch: the rows that it
+    samples, by their index in the reference."""
+    texts = [[*prompt, *CONTINUATION] for prompt in PROMPTS]
     tables = [[list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1)))] for i in range(len(PROMPTS))]
-    kept = [SeqState() for _ in PROMPTS]
+    seqs = [SeqState() for _ in PROMPTS]
     computed = [0 for _ in PROMPTS]
     logits: list[dict[int, Array]] = [{} for _ in PROMPTS]
 
@@ -63,38 +63,39 @@ def probe_logits(runner: Runner) -> list[dict[int, Array]]:
     ) -> None:
         plan: dict[Span, int] = {}
         for i, n in enumerate(counts):
-            span = Span(kept[i], tables[i], known[i], start=computed[i], count=n, samples=samples)
+            span = Span(seqs[i], tables[i], texts[i], start=computed[i], count=n, samples=samples)
             span.draft = Draft(drafts[i])
             if n:
                 plan[span] = i
-        done = runner.forward(list(plan), None)
-        mx.eval(done.logits)
+        result = runner.forward(list(plan), None)
+        mx.eval(result.logits)
         if any(accepted):
-            stand = [accepted[plan[row.span]] for row in done.rows if row.ordinal == 1]
-            runner.states.keep_accepted(mx.array(stand), done.first_row)
+            in_order = [accepted[plan[row.span]] for row in result.rows if row.ordinal == 1]
+            runner.states.keep_accepted(mx.array(in_order), result.first_row)
         for e, i in plan.items():
             end = e.start + e.count
             for n in range(accepted[i] + 1 if samples else 0):
-                logits[i][end - len(PROMPTS[i]) + n] = done.logits[done.first_row[e.kept] + n]
+                row = result.first_row[e.kept] + n
+                logits[i][end - len(PROMPTS[i]) + n] = result.logits[row]
             computed[i] = end + accepted[i]
 
     step((2, 2, 2), samples=False)
     step([len(prompt) - 2 for prompt in PROMPTS])
     if runner.layout != "solo" and runner.states.rollback_supported:
         step((1, 1, 1), drafts=DRAFTS, accepted=ACCEPTED)
-        left = [len(tokens) - done for tokens, done in zip(known, computed, strict=True)]
-        step([int(n > 1) for n in left])  # one leaves the batch
+        remaining = [len(tokens) - done for tokens, done in zip(texts, computed, strict=True)]
+        step([int(n > 1) for n in remaining])  # one leaves the batch
         return logits
     step((1, 1, 1))
-    step([len(tokens) - done for tokens, done in zip(known, computed, strict=True)])
+    step([len(tokens) - done for tokens, done in zip(texts, computed, strict=True)])
     return logits
 
 
 def logits_error(logits: Sequence[dict[int, Array]], reference: Sequence[Array]) -> str:
-    """How the logits, by their numbers in the reference, differ by more than rounding explains, or
-    ""."""
-    for numbered, whole in zip(logits, reference, strict=True):
-        rows, expected = mx.stack(list(numbered.values())), whole[mx.array(list(numbered))]
+    """How the logits, by their index in the reference, differ from it by more than rounding
+    explains, or ""."""
+    for by_index, whole in zip(logits, reference, strict=True):
+        rows, expected = mx.stack(list(by_index.values())), whole[mx.array(list(by_index))]
         tolerance = TOLERANCE_HALF
         if expected.dtype == mx.float32:
             tolerance = TOLERANCE_FP32

@@ -1,7 +1,7 @@
 """Metal kernels in a loaded model's quantized layers, and the cases to verify for a model.
 
 Rule: a layer's kernel runs for the rows that its verdict names, looked up at each call, else MLX's
-own operation. Layers only change their class, so that arrays, names and other models stay.
+own operation. Layers only change their class, so that arrays, names and other models stay the same.
 """
 
 from collections.abc import Callable
@@ -78,8 +78,8 @@ def _supported(layer: Any) -> bool:
 
 
 def kernel_cases(runner: Runner) -> list[Case]:
-    """The cases of all kernels that a step of an installed model calls. The runner, of CASE_BLOCKS
-    blocks, is for this alone."""
+    """The cases of all kernels that a step of an installed model calls. The runner has CASE_BLOCKS
+    blocks and no other use."""
     span = Span(
         SeqState(),
         tables=[[*range(1, CASE_BLOCKS)]],
@@ -88,11 +88,11 @@ def kernel_cases(runner: Runner) -> list[Case]:
         count=len(TOKENS),
         samples=True,
     )
-    KERNELS.recorded = found = list[Case]()
+    KERNELS.recorded = cases = list[Case]()
     try:
         logits = runner.forward([span], None).logits
     finally:
         KERNELS.recorded = None
-    for dtype in (logits.dtype, mx.float32):  # the latter of a bias or penalty
-        found.append(sample_accept_case(logits.shape[-1], dtype))
-    return found
+    for dtype in (logits.dtype, mx.float32):  # the latter with a bias or penalty
+        cases.append(sample_accept_case(logits.shape[-1], dtype))
+    return cases

@@ -2,8 +2,8 @@
 
 Rule: a sequence's state is a flat tuple of arrays [1, ...] that is never written into; None before
 its first row. A forward with drafts records what each recurrence read; once the drafts are
-verified, the recurrences run again over the rows that stand, without the model's weights. How many
-stand is an array: no step is waited for.
+verified, the recurrences run again over the rows that remain, without the model's weights. Their
+number is an array: nothing waits for a step.
 """
 
 import inspect
@@ -25,16 +25,16 @@ from mlxspec.sequences import SeqState, Span, Spans
 from mlxspec.types import Json, Tap, UnsupportedModel
 
 StateArrays = tuple[Array, ...]
-# int32 [B], the rows that stand of each sequence, at least 1 -> the batch's state [B, ...] after.
+# int32 [B], how many rows of each sequence remain, at least 1 -> the batch's state [B, ...] then.
 Replay = Callable[[Array], Array]
 
-MAX_SLICED_ROWS = 16  # of a span; after longer ones its state is copied, not a slice
+MAX_SLICED_ROWS = 16  # of a span; after longer ones its state is a copy, not a slice
 NOT_RECORDED = "a recurrent layer's state update cannot be recorded"
 # mlx-lm's functions that return (output [B, L, ...], new state), and leave the state of masked rows
 # as it is.
 RECURRENCES = ("gated_delta_update", "ssm_update")
-# What ssm_update weighs with 0 where a row is masked or comes later. Drafted rows may hold NaN, and
-# 0 * NaN would reach the rows before them.
+# Arguments that ssm_update weights with 0 where a row is masked or comes later. Drafted rows may
+# hold NaN, and 0 * NaN would reach the rows before them.
 WEIGHED = {"hidden_states", "B", "dt"}
 
 
@@ -49,10 +49,10 @@ class StateRecorder:
     replays: list[Replay] = field(default_factory=list)
 
     def finish(self, arrays: Iterable[Array]) -> None:
-        """Find what made each of the layers' new state arrays. Raises UnsupportedModel."""
-        made_by = {id(new): replay for new, replay in self.recurrences}
+        """Find the replay of each of the layers' new state arrays. Raises UnsupportedModel."""
+        replays = {id(new): replay for new, replay in self.recurrences}
         for array in arrays:
-            replay = made_by.get(id(array))
+            replay = replays.get(id(array))
             if not (replay or self.convolutions):
                 raise UnsupportedModel(NOT_RECORDED)
             if not replay:  # the last part of [state ++ rows]
@@ -68,9 +68,9 @@ class StateRecorder:
 
 # Whether the forward that is being built computes each row as if alone.
 one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
-# What a recurrence reads of each row: its arguments [B, L, ...].
+# Arguments [B, L, ...] of a recurrence: one entry for each row.
 BY_ROW = {"hidden_states", "B", "C", "dt", "mask"}
-# mlx-lm's functions whose order of summation depends on the number of rows, and that take one row.
+# mlx-lm's function whose order of summation depends on the number of rows, which may be 1.
 ORDERED_BY_ROWS = "ssm_update"
 
 # The recorder of the forward that is being built. mlx-lm's layers call module-level functions, so
@@ -95,14 +95,14 @@ def _part_after(x: Array, offsets: Array, rows: Array) -> Array:
 
 
 def _recorded(update: Any) -> Any:
-    """`update`, which also records how to compute its new state for fewer rows."""
+    """A wrapper of `update` that also records how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
 
-    def state_after(given: Json, length: int, rows: Array) -> Any:
-        given = given | {"mask": mx.arange(length) < rows[:, None]}
+    def state_after(arguments: Json, length: int, rows: Array) -> Any:
+        arguments = arguments | {"mask": mx.arange(length) < rows[:, None]}
         if "lengths" in signature.parameters:
-            given["lengths"] = rows
-        return update(**given)[1]
+            arguments["lengths"] = rows
+        return update(**arguments)[1]
 
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -132,17 +132,17 @@ def by_rows(model: Module) -> bool:
     return any(hasattr(module, ORDERED_BY_ROWS) for module in modules)
 
 
-def _row_by_row(update: Any, given: Json) -> tuple[Array, list[Array]]:
+def _row_by_row(update: Any, arguments: Json) -> tuple[Array, list[Array]]:
     """The output [B, L, ...] of a recurrence called with one row after the other, and the state
     after each."""
-    rows = given["hidden_states"].shape[1]
+    rows = arguments["hidden_states"].shape[1]
     outputs: list[Array] = []
-    states: list[Any] = [given.get("state")]
+    states: list[Any] = [arguments.get("state")]
     for t in range(rows):
-        row = dict(given)
-        for name in BY_ROW & given.keys():
-            if given[name] is not None:
-                row[name] = given[name][:, t : t + 1]
+        row = dict(arguments)
+        for name in BY_ROW & arguments.keys():
+            if arguments[name] is not None:
+                row[name] = arguments[name][:, t : t + 1]
         row["state"] = states[-1]
         y, state = update(**row)
         outputs.append(y)
@@ -151,8 +151,8 @@ def _row_by_row(update: Any, given: Json) -> tuple[Array, list[Array]]:
 
 
 def _state_of(states: Sequence[Array], rows: Array) -> Array:
-    """Of the states [B, ...] after each row that of each sequence after its first `rows` int32
-    [B]."""
+    """The state of each sequence after its first `rows` int32 [B], from the states [B, ...] after
+    each row."""
     stacked = mx.stack(list(states), axis=1)
     return stacked[mx.arange(len(rows)), rows - 1]
 
@@ -243,34 +243,34 @@ class RecurrentStates:
         return list(last)
 
     def keep_accepted(self, accepted: Array, samplers: Collection[SeqState]) -> list[StateRecorder]:
-        """Bring the states that a forward with drafts left to those after the accepted ones,
-        lazily. `accepted` int32 [R]: how many were, for each of `samplers`. Returns what `cut`
-        needs."""
+        """Roll the states after a forward with drafts back to the last accepted draft, lazily.
+        `accepted` int32 [R]: the number of accepted drafts of each of `samplers`. Returns what
+        `cut` needs."""
         recordings, self._recorded = self._recorded, []
         for recorder in recordings:
-            known = mx.array([e.count for e in recorder.spans])
-            rows = known + by_span(accepted, samplers, recorder.spans)
+            counts = mx.array([e.count for e in recorder.spans])
+            rows = counts + by_span(accepted, samplers, recorder.spans)
             _assign(recorder.spans, recorder.states_after(rows))
         return recordings
 
     @staticmethod
     def cut(recordings: Iterable[StateRecorder], span: Span, rows: int) -> None:
-        """Bring the state of a span that ended at a stop to that after its first `rows` rows."""
+        """Roll the state of a span that ended at a stop back to its first `rows` rows."""
         for recorder in recordings:
             if span in recorder.spans:
                 arrays = recorder.states_after(mx.full(len(recorder.spans), rows, mx.int32))
-                state = own(_part(arrays, recorder.spans.index(span)))
-                if span.kept.recurrent is span.recurrent:  # no later step has gone on from it
+                state = copied(_part(arrays, recorder.spans.index(span)))
+                if span.kept.recurrent is span.recurrent:  # no later step has continued from it
                     span.kept.recurrent = state
                 span.recurrent = state
 
 
 def by_span(accepted: Array, samplers: Collection[SeqState], spans: Spans) -> Array:
-    """int32 [spans] of `accepted` int32 [R], which has one for each of `samplers`; 0 for a span
-    whose sequence is not among them."""
+    """int32 [spans]: the value for each span in `accepted` int32 [R], which has one for each of
+    `samplers`; 0 for a span whose sequence is not among them."""
     places = {kept: n for n, kept in enumerate(samplers)}
-    found = [places.get(e.kept, -1) for e in spans]
-    return mx.pad(accepted, (0, 1))[mx.array(found)]
+    indices = [places.get(e.kept, -1) for e in spans]
+    return mx.pad(accepted, (0, 1))[mx.array(indices)]
 
 
 def _part(arrays: Sequence[Array], i: int) -> StateArrays:
@@ -290,13 +290,13 @@ def _assign(spans: Spans, arrays: Sequence[Array]) -> None:
 
 
 def _detach(kept: SeqState) -> None:
-    """Let a sequence's state pin no batch."""
-    kept.recurrent = own(kept.recurrent)
+    """Copy a sequence's state, so that it pins no batch."""
+    kept.recurrent = copied(kept.recurrent)
     kept.batch = None
 
 
-def own(state: StateArrays) -> StateArrays:
+def copied(state: StateArrays) -> StateArrays:
     """A copy in memory of its own, submitted: a slice pins the array it was cut from."""
-    made = tuple(a + 0 for a in state)
-    mx.async_eval(made)
-    return made
+    copies = tuple(a + 0 for a in state)
+    mx.async_eval(copies)
+    return copies

@@ -2,9 +2,9 @@
 
 Rule: one code path per layout, chosen once at the first start. `rows` puts every token in its own
 batch row, so prefill chunks, decodes and drafts are one forward; `rect` runs [B, L], for layers
-that need the time axis: all that decodes is one forward, padded to the longest draft, and chunks
-of prompts of equal rows are others; `gather` likewise, with K/V handed back dense; `solo` keeps
-mlx-lm's own caches.
+that need the time axis: all decodes are one forward, padded to the longest draft, and prompt chunks
+of equal rows are others; `gather` likewise, with K/V handed back dense; `solo` keeps mlx-lm's own
+caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ from mlxspec.model.batch import (
     build_inputs,
     fill_view,
     nans_of,
-    own_rows,
     padded_rows,
     runs_of,
     sampled_rows,
     starts_of,
+    unpadded_rows,
 )
 from mlxspec.model.invariant import Invariance
 from mlxspec.model.pages import Pages, View, arrays_in, flat_caches, pools_of, window_of
@@ -42,7 +42,7 @@ from mlxspec.sequences import Span, Spans
 from mlxspec.types import FINAL_NORM, STATE, Tap
 
 FIRST_BLOCKS = 32  # of a pool that grows
-SPARE = 32  # one in so many of a pool's blocks is grown ahead; a full pool was moved as often
+SPARE = 32  # a pool grows ahead by 1 / SPARE of its blocks; until full, it is moved as often
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
 
 Layout = Literal["rows", "rect", "gather", "solo"]
@@ -90,13 +90,13 @@ class Runner:
         self.trunk = install_trunk(model, self.view)
         # A head's layers: the blocks hold their K and V as well, and all are grown, copied and
         # saved together.
-        self.adopted: Sequence[Pages] = ()
-        self.complete = True  # no head has failed, whose K and V blocks would lack
+        self.head_pages: Sequence[Pages] = ()
+        self.complete = True  # False: a head has failed, and blocks lack its K and V
         self.eyes: Eyes | None = None  # of a model that sees images
         self.keep_invariant(invariance)
 
     def keep_invariant(self, invariance: Invariance | None) -> None:
-        """Compute rows in this way from now on. What is cached was computed in another."""
+        """Compute rows in this way from now on. Cached blocks were computed in another."""
         self.invariance = invariance
         self.view.by_our_kernel = invariance is not None and invariance.by_kernel
         invariant.install(self.model, self.view, invariance)
@@ -108,8 +108,8 @@ class Runner:
             eyes.attach(self.view)
 
     def tap(self, taps: Sequence[Tap]) -> None:
-        """Hand out these hidden states of every row from now on. Without a trunk there are none,
-        which callers refuse before."""
+        """Hand out these hidden states of every row from now on. Without a trunk there are none;
+        callers refuse that before."""
         if self.trunk:
             install_taps(self.trunk, self.view, taps)
 
@@ -129,9 +129,9 @@ class Runner:
         return [p for p in self._paged if p.keys is not None]
 
     def pages_of(self, group: int) -> list[Pages]:
-        """Those whose K and V lie in pool number `group`."""
+        """The pages whose K and V are in pool number `group`."""
         window = list(self.view.num_blocks)[group]
-        written = [*self.pages(), *self.adopted]
+        written = [*self.pages(), *self.head_pages]
         return [p for p in written if p.window_key == window and p.keys is not None]
 
     def grow_on_demand(self, highest: Callable[[], Sequence[int]]) -> None:
@@ -141,8 +141,8 @@ class Runner:
             self.view.allocated[window] = min(size, FIRST_BLOCKS)
 
     def grow(self) -> None:
-        """Have memory for all allocated blocks, and half as many again (at most a SPARE of the
-        pool), so that it is rare. Layer by layer, because the copy of a pool takes memory too."""
+        """Have memory for all allocated blocks, and half as many again (at most 1 / SPARE of the
+        pool), so that growth is rare. By layer, because the copy of a pool takes memory too."""
         view = self.view
         for group, (window, size) in enumerate(view.num_blocks.items()):
             used = self.highest()[group] + 1
@@ -152,7 +152,7 @@ class Runner:
             for pages in self.pages_of(group):
                 pages.grow(blocks)
                 mx.clear_cache()
-            view.allocated[window] = blocks  # last: if memory runs out on the way, it is retried
+            view.allocated[window] = blocks  # last: if memory runs out before, it is retried
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[Array]:
         """Lazy K and V of these blocks: [heads, len(blocks) * block_size, D] for each of the
@@ -182,11 +182,11 @@ class Runner:
 
     def keep(self, state: Any) -> Any:
         """A copy of a recurrent state for the prefix cache."""
-        return recurrent.own(state)
+        return recurrent.copied(state)
 
     def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[Array]:
         """Start copying the K and V of blocks, by key on disk: [heads, blocks * block_size, D] for
-        each of the group's layers. Of the group STATE it is one recurrent state."""
+        each of the group's layers. For the group STATE: one recurrent state."""
         if group == STATE:
             return next(iter(contents.values()))
         copies = self.read_blocks(group, list(contents.values()))
@@ -201,12 +201,12 @@ class Runner:
         """The run with this last key is being read from disk."""
 
     def all_read(self, keys: Sequence[bytes], seconds: float) -> bool:
-        """Whether the run with these keys, which was read, can be placed; waits for so long."""
+        """Whether the run with these keys, which was read, can be placed; waits up to `seconds`."""
         return True
 
     def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
-        """Write blocks number `which` of an export into `blocks`; of the group STATE, a recurrent
-        state is returned. Raises KeyError if an array is missing, before anything is written."""
+        """Write blocks number `which` of an export into `blocks`; for the group STATE, return the
+        recurrent state. Raises KeyError if an array is missing, before anything is written."""
         if group == STATE:
             dtypes = enumerate(self.states.dtypes)
             return [mx.array(arrays[str(i)]).view(dtype) for i, dtype in dtypes]
@@ -233,27 +233,27 @@ class Runner:
         """The forward of some spans, sorted so that like ones are neighbours: lazy in the rows
         layout, else each of its passes is submitted at once. `previous` is the step in flight,
         which holds pending tokens."""
-        # The K/V of all that decodes, padded to the longest context, may be too much to gather:
-        # then only similar contexts share a forward.
+        # The K/V of all decodes, padded to the longest context, may be too much to gather: then
+        # only similar contexts share a forward.
         ends = [e.end for e in plan if e.count == 1]
         slots = len(ends) * max(ends, default=0)
         self._split = self.view.dense and slots > MAX_PADDED_SLOTS
-        plan = sorted(plan, key=self._order)
+        plan = sorted(plan, key=self._sort_key)
         shift = row_shift = None
         if previous and any(e.inflight_drafts for e in plan):
             shift = previous.shift_of(plan)
             owners = [n for n, e in enumerate(plan) for _ in range(e.sampled)]
             row_shift = shift[mx.array(owners)]
         ids = build_inputs(plan, previous, shift, sees=True)
-        asked = self.view.taps
+        requested = self.view.taps
         pooling = [e for e in plan if e.kept.pooling]
         if pooling:
-            self.view.taps = {*asked, FINAL_NORM}
+            self.view.taps = {*requested, FINAL_NORM}
         nans: list[NaNs] = []
         try:
             logits, taps = self._forward(plan, ids, shift=shift, nans=nans)
         finally:
-            self.view.taps = asked
+            self.view.taps = requested
         rows = rows_of(plan)
         step = Forward(plan, ids, rows, shift=row_shift, logits=logits, taps=taps, nans=nans)
         if pooling:
@@ -273,24 +273,23 @@ class Runner:
         return sampled
 
     def cut(self, step: Forward[S], span: S, rows: int) -> None:
-        """Bring the recurrent state of a span that ended at a stop to that after its first `rows`
-        rows."""
+        """Roll the recurrent state of a span that ended at a stop back to its first `rows` rows."""
         self.states.cut(step.recordings, span, rows)
 
     def submit(self, step: Forward[S], sampled: Sampled | None) -> Forward[S]:
         """Start the step on the device, without waiting for it."""
-        own: list[Array] = []
+        states: list[Array] = []
         if self.layout == "solo":
-            own = arrays_in([cache.state for e in step.plan for cache in e.kept.recurrent])
-        results: list[Any] = [own, step.taps, step.pooled, [found for found, _ in step.nans]]
+            states = arrays_in([cache.state for e in step.plan for cache in e.kept.recurrent])
+        results: list[Any] = [states, step.taps, step.pooled, [mask for mask, _ in step.nans]]
         if sampled:
             results += sampled.logprobs, sampled.accepted
             step.marker = sampled.tokens
         else:
             # Without samples, the last layer's K and V, or state, depend on all before.
-            # MLX holds an array that is named until the whole step is done, and would copy a pool
-            # that the next step writes before that: so new memory is named, not a pool.
-            arrays = own or pools_of(self.pages()) or step.plan[-1].kept.recurrent
+            # MLX holds an array passed here until the whole step is done, and would copy a pool
+            # that the next step writes before that: so new memory is passed, not a pool.
+            arrays = states or pools_of(self.pages()) or step.plan[-1].kept.recurrent
             step.marker = [array.flatten()[:1] + 0 for array in arrays[-2:]]
         step.sampled = sampled
         step.logits = None
@@ -298,14 +297,14 @@ class Runner:
         return step
 
     def forward_rows(self, spans: Spans, ids: Array, shift: Shift) -> Array:
-        """Logits [R, vocab] of spans in the rows layout with given tokens int32 [T], submitted at
+        """Logits [R, vocab] of spans in the rows layout with input tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
         logits, _ = self._forward(spans, ids, shift=shift, nans=[])
         mx.async_eval(logits)
         return logits
 
-    def _form(self, e: Span) -> tuple[Any, ...]:
-        """What spans must have in common to share a forward; those that decode come first."""
+    def _forward_key(self, e: Span) -> tuple[Any, ...]:
+        """What spans must have in common to share a forward; decodes come first."""
         if self._is_whole(e):
             return True, id(e)
         if self.layout == "rows":
@@ -321,12 +320,12 @@ class Runner:
         chunk = self.invariance.chunk if self.invariance else 0
         return 0 < chunk == e.count and e.end <= e.kept.whole_rows(chunk)
 
-    def _order(self, e: Span) -> tuple[Any, ...]:
-        """Spans of one forward are neighbours, and in it those of one attention group."""
+    def _sort_key(self, e: Span) -> tuple[Any, ...]:
+        """Makes spans of one forward neighbours, and in it those of one attention group."""
         group = bucket(e, self.view.block_size)
         if self.layout == "rows":
             return self._is_whole(e), group
-        return self._form(e), group[1]
+        return self._forward_key(e), group[1]
 
     def _forward(
         self,
@@ -336,12 +335,12 @@ class Runner:
         nans: list[NaNs],
     ) -> tuple[Array, dict[Tap, Array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in the spans' order. Adds
-        what tells of the rows that are not sampled to `nans`."""
-        alike: Callable[[Span], Any] = id if self.lone else self._form
+        the checks of rows that are not sampled to `nans`."""
+        key: Callable[[Span], Any] = id if self.lone else self._forward_key
         self.states.begin_step(spans)
         logits = []
         taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
-        for batch, places, rows in runs_of(spans, alike):
+        for batch, places, rows in runs_of(spans, key):
             part = None if shift is None else shift[places]
             logits.append(self._forward_batch(batch, ids[rows], shift=part, nans=nans))
             for tap, parts in taps.items():
@@ -350,7 +349,7 @@ class Runner:
 
     def _forward_batch(self, batch: Spans, ids: Array, shift: Shift, nans: list[NaNs]) -> Array:
         """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others; its
-        taps [T, D] are in the view."""
+        taps [T, D] are left in the view."""
         view = self.view
         caches = self.caches
         length = 0  # rows of each span, where they are the same
@@ -387,10 +386,10 @@ class Runner:
             logits = logits[sampled]
         for tap, hidden in view.tapped.items():
             rows = hidden.flatten(0, 1)
-            view.tapped[tap] = rows[own_rows(batch, length)] if padded else rows
+            view.tapped[tap] = rows[unpadded_rows(batch, length)] if padded else rows
         if self.layout != "rows" or self.invariance:
             # The next forward writes the pools that this one reads; in one graph MLX would copy
-            # them. Naming them holds them until all is done: only if the logits need not all.
+            # them. Passing them holds them until all is done: only if the logits need not all.
             pools = pools_of(self.pages()) if self._several else []
-            mx.async_eval(logits, *states, *pools, [found for found, _ in nans])
+            mx.async_eval(logits, *states, *pools, [mask for mask, _ in nans])
         return logits

@@ -122,21 +122,21 @@ def _temperature(row: SampledRow) -> float:
 
 def _logprobs(logits: Array, tokens: Array, k: int) -> list[Array]:
     """Sampled.logprobs: the model's own, before bias and penalties."""
-    own = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(own, tokens[:, None], axis=-1)
-    top = mx.argsort(-own, axis=-1)[:, : max(1, k)]
-    best = mx.take_along_axis(own, top, axis=-1)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    top = mx.argsort(-logprobs, axis=-1)[:, : max(1, k)]
+    best = mx.take_along_axis(logprobs, top, axis=-1)
     return [chosen[:, 0], top, best]
 
 
 def read(sampled: Sampled, rows: Rows) -> tuple[list[int], list[Logprob | None]]:
-    """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities. Where
-    one of these is NaN, as tokens that a mask excludes count as well, the token is NOT_FINITE."""
+    """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities. The
+    token is NOT_FINITE if one of these is NaN, even of a token that a mask excludes."""
     tokens = np.array(sampled.tokens).tolist()
     logprobs: list[Logprob | None] = [None for _ in rows]
     if not sampled.logprobs:
         return tokens, logprobs
-    chosen, ids, values = [np.array(each).tolist() for each in sampled.logprobs]
+    chosen, ids, values = [np.array(array).tolist() for array in sampled.logprobs]
     for r, row in enumerate(rows):
         n = row.sampling.logprobs
         if n is None:
@@ -175,25 +175,25 @@ def _penalize(x: Array, rows: Rows, inputs: Array) -> Array:
 
 
 def _token_counts(rows: Rows, inputs: Array, vocab: int) -> Array:
-    """float32 [2, R, vocab]: how often each token stands in a row's prompt, and was generated
+    """float32 [2, R, vocab]: how often each token occurs in a row's prompt, and was generated
     before the row; tokens of the step itself are counted lazily."""
-    known = []
+    counts_read = []
     unread = []  # generated input tokens of this step, each with a row that comes after it
     for r, row in enumerate(rows):
         first = row.position - row.ordinal  # of the span's input tokens that may be unread
         in_prompt = max(0, row.span.kept.prompt_len - first)
-        known.append(_host_counts(row.span, first + in_prompt, vocab))
+        counts_read.append(_host_counts(row.span, first + in_prompt, vocab))
         for i in range(in_prompt, row.ordinal):
             unread.append((row.first_input + i, r))
-    counts = mx.stack(known, axis=1)
+    counts = mx.stack(counts_read, axis=1)
     if unread:
-        at, of = mx.array(unread).T
-        counts = counts.at[1, of, inputs[at]].add(1.0)
+        at, owners = mx.array(unread).T
+        counts = counts.at[1, owners, inputs[at]].add(1.0)
     return counts
 
 
 def _host_counts(span: Span, upto: int, vocab: int) -> Array:
-    """float32 [2, vocab]: how often each token stands in the prompt, and was generated before
+    """float32 [2, vocab]: how often each token occurs in the prompt, and was generated before
     position `upto`. Kept with the sequence: a step counts only what is new."""
     kept = span.kept
     counted, counts = kept.counts or (0, mx.zeros((2, vocab)))
@@ -206,8 +206,8 @@ def _host_counts(span: Span, upto: int, vocab: int) -> Array:
             new = mx.maximum(new, 0)
         counts = counts.at[generated.astype(mx.int32), new].add(ones)
         kept.counts = upto, counts
-    found: Array = counts
-    return found
+    totals: Array = counts
+    return totals
 
 
 def _floors(x: Array, rows: Rows) -> Array | None:
@@ -237,7 +237,7 @@ def _floors(x: Array, rows: Rows) -> Array | None:
 
 
 def _floor(ranked: Array, samplings: Sequence[Sampling]) -> Array:
-    """float32 [R], the lowest logit that stays: top_k, then top_p over what top_k left, and min_p
+    """float32 [R], the lowest logit that stays: top_k, then top_p over what top_k keeps, and min_p
     relative to the best; ties at a threshold stay. `ranked` [R, n]: the n >= top_k best, sorted."""
     n = ranked.shape[-1]
     top_k = mx.array([min(s.top_k or n, n) for s in samplings])[:, None]

@@ -17,14 +17,14 @@ TRUNK_NAMES = ("model", "backbone", "transformer")  # mlx-lm's, of the module wi
 
 
 def find_trunk(model: Module) -> tuple[Any, Any]:
-    """The part of a model that holds its trunk, beside its lm_head; and the trunk: embeddings,
-    layers and the final norm. Raises UnsupportedModel."""
+    """The module that holds a model's trunk, beside its lm_head; and the trunk: embeddings, layers
+    and the final norm. Raises UnsupportedModel."""
     for owner, name in product((model, getattr(model, "language_model", None)), TRUNK_NAMES):
         # Not by getattr, which finds properties too.
         inner = owner.get(name) if isinstance(owner, Module) else None
         if not isinstance(inner, Module):
             continue
-        if "layers" in inner or any(isinstance(each, list) for each in inner.values()):
+        if "layers" in inner or any(isinstance(child, list) for child in inner.values()):
             return owner, inner
     raise UnsupportedModel("a head cannot be used: mlx-lm has this model's layers elsewhere")
 
@@ -60,8 +60,8 @@ def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
 
 class Tapped:
     """Mixed into the class of a decoder layer, or of the trunk: puts its output [B, L, D] into the
-    view where its tap is asked for. Without a view, as where a head makes a layer of such a class,
-    it does nothing."""
+    view if its tap is requested. Without a view, for example in a layer of such a class that a head
+    builds, it does nothing."""
 
     _tap: Tap
     _view: View | None = None

@@ -1,8 +1,8 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
 
-Rule: one conversation has one form however it was spelled: texts are joined as they are, and what
-is left out of one turn is left out of all later ones. A stream has the blocks of the body, in the
-order in which the model generated them.
+Rule: a conversation has one form, however it is sent: texts are joined as they are, and what one
+turn leaves out, all later ones leave out. A stream has the blocks of the body, in the order of
+generation.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 from starlette.responses import JSONResponse, Response
 
-from mlxspec.server.body import Body, Count, Many, Parts, Stops, Strict, takes
+from mlxspec.server.body import Body, Count, Many, Parts, Stops, Strict, endpoint
 from mlxspec.server.chat_request import ChatRequest, Format, prepare_chat, prompt_length
-from mlxspec.server.content import LEFT_OUT, READABLE
+from mlxspec.server.content import LEFT_OUT, READABLE, Content
 from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.server.generate import Generation, respond
 from mlxspec.server.openai.schema import Budget, Common, TextPart
@@ -72,7 +72,7 @@ class Message(Strict):
 
     @property
     def open(self) -> bool:
-        """Whether it is an answer that can be continued: it ends in text, and calls nothing."""
+        """Whether it is an answer that can be continued: it ends in text and has no calls."""
         last = self.content[-1] if self.content else None
         text = isinstance(last, TextPart) and not last.text.endswith((LEFT_OUT, EDGE))
         calls = any(isinstance(block, ToolUse) for block in self.content)
@@ -93,11 +93,14 @@ class Tool(Strict):
 
 
 def _hosted(tool: Any, info: ValidationInfo) -> Any:
-    """A tool; in the place of another server's a deferred one, which no prompt has."""
+    """The tool; for a tool of another server a deferred one, which no prompt has."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if info.context is None or not isinstance(kind, str) or kind.startswith(CLIENT_TOOLS):
+    content: Content | None = info.context
+    if content is None or content.strict:
         return tool
-    info.context.append(f"tools[].{kind}")
+    if not isinstance(kind, str) or kind.startswith(CLIENT_TOOLS):
+        return tool
+    content.left_out.append(f"tools[].{kind}")
     return {"name": kind, "input_schema": {}, "defer_loading": True}
 
 
@@ -167,13 +170,13 @@ class Messages(Prompt, Common):
 
 
 def chat_messages(body: Prompt) -> list[Json]:
-    """Of tool results and text in one message, the results come first: they belong to the calls of
-    the message before."""
+    """The messages in OpenAI's chat format. Tool results come before text of the same message: they
+    belong to the calls of the message before."""
     tools = {tool.name: tool.function for tool in body.tools}
-    made = _system(body.system)
+    turns = _system(body.system)
     for message in body.messages:
         if message.role == "system":
-            made += _system(message.content)
+            turns += _system(message.content)
             continue
         text, thinking, calls = "", "", []
         for block in message.content:
@@ -182,7 +185,7 @@ def chat_messages(body: Prompt) -> list[Json]:
             elif isinstance(block, Thought):
                 thinking += block.thinking
             elif isinstance(block, ToolResult):
-                made.append(_result(block, tools))
+                turns.append(_result(block, tools))
             elif isinstance(block, ToolUse):
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
@@ -192,19 +195,19 @@ def chat_messages(body: Prompt) -> list[Json]:
         if calls:
             turn["tool_calls"] = calls
         if {block.type for block in message.content} != {"tool_result"}:
-            made.append(turn)
-    return made
+            turns.append(turn)
+    return turns
 
 
 def _system(blocks: list[Any]) -> list[Json]:
-    """Empty if nothing is left of the text, as of Claude Code's billing header."""
-    text = "".join(BILLING.sub("", each.text) for each in blocks if isinstance(each, TextPart))
+    """A system message; none if no text remains, as of Claude Code's billing header."""
+    text = "".join(BILLING.sub("", block.text) for block in blocks if isinstance(block, TextPart))
     return [{"role": "system", "content": text}] if text else []
 
 
 def _result(block: ToolResult, tools: Json) -> Json:
-    """The message of a tool. A tool_reference in it becomes the definition of the tool, the first
-    of several to one of `tools`."""
+    """The message of a tool. The first tool_reference to one of `tools` becomes its definition, a
+    later one its name."""
     text = "Error: " if block.is_error else ""
     for part in block.content:
         if part.type == "text":
@@ -219,13 +222,13 @@ def _result(block: ToolResult, tools: Json) -> Json:
 
 
 KINDS = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
-# What a block of each type begins with in a stream.
+# The first fields of a block in a stream, by its type.
 EMPTY: dict[str, Json] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
     "tool_use": {"input": {}},
 }
-SIGNATURE = "bWx4c3BlYw=="  # says nothing; clients send reasoning back only with one
+SIGNATURE = "bWx4c3BlYw=="  # a placeholder: clients send reasoning back only with one
 
 
 @dataclass
@@ -237,9 +240,9 @@ class MessageWriter(ResponseWriter):
     content: list[Json] = field(default_factory=list)
 
     def opening(self, usage: Usage) -> bytes:
-        """Its usage counts the whole prompt: what is cached is only known at the end."""
+        """The usage counts the whole prompt: how much is cached is only known at the end."""
         message = self._message({"stop_reason": None, "stop_sequence": None}, usage)
-        return typed_event("message_start", message=message) + self.still_here()
+        return typed_event("message_start", message=message) + self.keepalive()
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         data = b""
@@ -252,7 +255,7 @@ class MessageWriter(ResponseWriter):
                 if call:
                     block |= {"id": call.id, "name": call.name}
                 data += self._block_event("start", content_block=block)
-                if call:  # all of it in a whole body
+                if call:  # a whole body has all of it here
                     block["input"] = as_object(call.arguments)
             if call:
                 delta = {"type": "input_json_delta", "partial_json": part.text}
@@ -262,7 +265,7 @@ class MessageWriter(ResponseWriter):
             data += self._block_event("delta", delta=delta)
         return data
 
-    def still_here(self) -> bytes:
+    def keepalive(self) -> bytes:
         return typed_event("ping")
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:
@@ -316,7 +319,7 @@ def _end(choice: Choice) -> Json:
 
 
 def usage_object(usage: Usage) -> Json:
-    """`input_tokens` leaves out the cached ones. Writing to the cache costs nothing."""
+    """`input_tokens` excludes cached tokens. Writing to the cache costs nothing."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -330,18 +333,18 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 
 async def count_tokens(http: HttpRequest, body: Prompt, model: TextModel) -> Response:
     """The length of a message's prompt."""
-    asked = await model.server.on_text_thread(_asked, body)
-    count = await model.server.on_text_thread(prompt_length, model, asked)
+    chat_request = await model.server.on_text_thread(_chat_request, body)
+    count = await model.server.on_text_thread(prompt_length, model, chat_request)
     return JSONResponse({"input_tokens": count})
 
 
 async def messages(http: HttpRequest, body: Messages, model: TextModel) -> Generation:
     writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
-    asked = await model.server.on_text_thread(_asked, body)
-    return await respond(model, body, writer, prepare_chat, asked)
+    chat_request = await model.server.on_text_thread(_chat_request, body)
+    return await respond(model, body, writer, prepare_chat, chat_request)
 
 
-def _asked(body: Prompt) -> ChatRequest:
+def _chat_request(body: Prompt) -> ChatRequest:
     """Raises ApiError."""
     if body.thread:
         details = {"error_code": "thread_unsupported_request"}  # the SDK then sends all messages
@@ -360,6 +363,6 @@ def _asked(body: Prompt) -> ChatRequest:
 
 
 ENDPOINTS: Json = {
-    "POST /v1/messages": takes(Messages, messages),
-    "POST /v1/messages/count_tokens": takes(Prompt, count_tokens),
+    "POST /v1/messages": endpoint(Messages, messages),
+    "POST /v1/messages/count_tokens": endpoint(Prompt, count_tokens),
 }

@@ -1,6 +1,6 @@
 """The application: its routes, and the endpoints that generate nothing.
 
-Rule: an endpoint is a function of a request; what they share is the `ServerState`.
+Rule: endpoints are functions of a request, and share the `ServerState`.
 """
 
 import time
@@ -20,7 +20,7 @@ from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
 from mlxspec.server import anthropic, embeddings, ollama, page
-from mlxspec.server.body import FIRST, Body, Items, Token, report_ignored, takes
+from mlxspec.server.body import FIRST, Body, Items, Token, endpoint, report_ignored
 from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
@@ -44,10 +44,10 @@ def create_app(
     """The server's application. `tokenizer` and the directory `path` are the default model's,
     `others` the directories of the other models by name."""
     routes = []
-    for endpoint, do in ENDPOINTS.items():
-        methods, place = endpoint.split()
-        for each in {place, place.removeprefix("/v1")}:
-            routes.append(Route(each, do, methods=methods.split(",")))
+    for pattern, handler in ENDPOINTS.items():
+        methods, url = pattern.split()
+        for alias in {url, url.removeprefix("/v1")}:
+            routes.append(Route(alias, handler, methods=methods.split(",")))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(protect, config=config), Middleware(report_ignored)],
@@ -64,7 +64,7 @@ def create_app(
 
 
 async def index(http: HttpRequest) -> Response:
-    """The page for a browser, else the text by which Ollama's clients know that it is there."""
+    """The page for a browser, else the text by which Ollama's clients detect a server."""
     if "text/html" in http.headers.get("accept", ""):
         return await page.file(http)
     return PlainTextResponse("Ollama is running", headers={"vary": "accept"})
@@ -145,8 +145,8 @@ class Load(Body):
 
 
 async def load(http: HttpRequest, body: Load, model: TextModel) -> Response:
-    """The model's object when it is loaded or, of /v1/models/unload, when its memory is free, and
-    the seconds that it took; 409 if it is pinned or stays busy."""
+    """The model's object and the seconds it took, when the model is loaded or, for
+    /v1/models/unload, its memory is free; 409 if it is pinned or stays busy."""
     server, name, began = model.server, model.name, time.monotonic()
     if http.url.path.endswith("/unload"):
         await server.unload(name, body.force)
@@ -157,8 +157,8 @@ async def load(http: HttpRequest, body: Load, model: TextModel) -> Response:
 
 
 class Tokenize(Body, TemplateFields):
-    """Of a prompt, to which `add_special_tokens` belongs, or of messages, to which what follows it
-    and the template's fields belong."""
+    """A prompt, with `add_special_tokens`, or messages, with the fields after that and those of the
+    template."""
 
     unsupported: ClassVar[Json] = RENDERING
 
@@ -204,11 +204,11 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /page/now": page.now,
     "GET /page/{name}": page.file,
     "GET /v1/models": models,
-    "POST /v1/models/load": takes(Load, load),
-    "POST /v1/models/unload": takes(Load, load),
+    "POST /v1/models/load": endpoint(Load, load),
+    "POST /v1/models/unload": endpoint(Load, load),
     "GET /v1/models/{name:path}": model,
-    "POST /v1/tokenize": takes(Tokenize, tokenize),
-    "POST /v1/detokenize": takes(Detokenize, detokenize),
+    "POST /v1/tokenize": endpoint(Tokenize, tokenize),
+    "POST /v1/detokenize": endpoint(Detokenize, detokenize),
     **embeddings.ENDPOINTS,
     **openai.ENDPOINTS,
     **anthropic.ENDPOINTS,

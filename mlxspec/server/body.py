@@ -33,14 +33,14 @@ from mlxspec.server.content import Content
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.images import read_images
 from mlxspec.server.state import ServerState, TextModel, while_connected
-from mlxspec.text.images import Images
+from mlxspec.text.images import ImageError, Images
 from mlxspec.types import Busy, shown
 
-MAX_VALUES = 1_000_000  # in a body, by commas and brackets: no context has more tokens
-MAX_OBJECTS = 100_000  # which take 10 µs each, and as many lists: each collection visits all
-VALUE_BYTES, OBJECT_BYTES = 64, 256  # of a value and an object or list, beside their text
-LARGE = 1 << 18  # bytes of a body that is not parsed on the event loop
-MAX_BODIES = 8  # of the largest size whose prompts are not ready, or as many bytes of others
+MAX_VALUES = 1_000_000  # in a body, counted by commas and brackets: no context has more tokens
+MAX_OBJECTS = 100_000  # at 10 µs each, and as many lists: each garbage collection visits all
+VALUE_BYTES, OBJECT_BYTES = 64, 256  # memory of a value and an object or list, beside their text
+LARGE = 1 << 18  # bytes; larger bodies are parsed on the text thread
+MAX_BODIES = 8  # of the largest size whose prompts are not ready, or smaller ones of as many bytes
 BODY_S = 60.0  # to receive a body
 MAX_ITEMS = 10_000  # messages, input items or tools
 MAX_STOPS = 16
@@ -59,6 +59,7 @@ HALVES = re.compile(
     re.DOTALL,
 )
 T = TypeVar("T")
+Data = bytes | bytearray  # JSON
 FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
 TEXT_PART = BeforeValidator(_text_part)  # a string becomes a list of one text part
 Parts = Annotated[list[T], FIRST, TEXT_PART]
@@ -72,9 +73,9 @@ Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 
 
 class Strict(BaseModel):
-    """A body, or an object in one, without type conversion; a field that is null counts as missing.
-    `unsupported` are fields that are refused unless they are empty, or have the value here, which
-    has no effect."""
+    """A body, or an object in one, validated without type conversion; null fields count as missing.
+    `unsupported` fields are refused unless they are empty or have the value here, which has no
+    effect."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
@@ -85,20 +86,21 @@ class Strict(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: one for name, one in value.items() if one is not None}
+        return {name: item for name, item in value.items() if item is not None}
 
 
 IGNORED = "mlxspec.ignored"  # in a request's scope: unknown fields, and content left out
-MOST_NAMED = 32  # in the header, and in a line of the log
+MAX_NAMED = 32  # names in the header, and in a line of the log
 
 
 class Body(Strict):
-    """The body of a request to a model, by default the first one. `content` is what its messages
-    have beside text, and `seen_images` are what the model sees of it, once that is known."""
+    """The body of a request to a model, the default one if `model` is missing. `content` is what
+    its messages have beside text, and `seen_images` what the model sees of it, once it is read."""
 
     model: str | None = None
     _content: Content = PrivateAttr(default_factory=Content)
     _images: Images = PrivateAttr(default_factory=dict)
+    _raw: Data = PrivateAttr(b"")  # under `strict_content`
 
     @property
     def content(self) -> Content:
@@ -110,17 +112,16 @@ class Body(Strict):
 
 
 StrictT = TypeVar("StrictT", bound=Strict)
-Data = bytes | bytearray  # JSON
 
 
 def report_ignored(app: ASGIApp) -> ASGIApp:
-    """`app`, whose responses have a header that lists what `takes` ignored, percent-encoded; but
-    for a 500, which is made outside."""
+    """`app` with a response header that lists what `endpoint` ignored, percent-encoded; a 500 has
+    none, as it is made outside."""
 
     async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
         async def reply(message: Message) -> None:
             if "headers" in message and (ignored := scope.get(IGNORED)):
-                names = [quote(name, safe="[]") or "%00" for name in _named(ignored)]
+                names = [quote(name, safe="[]") or "%00" for name in _reported(ignored)]
                 MutableHeaders(scope=message)["x-mlxspec-ignored"] = ", ".join(names)
             await send(message)
 
@@ -129,77 +130,81 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
     return reporting
 
 
-def takes(
+def endpoint(
     kind: type[Body],
     answer: Callable[[HttpRequest, Any, TextModel], Awaitable[ASGIApp]],
 ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
-    """The endpoint for bodies of this kind: the response is what `answer` returns, which is
-    cancelled when the client disconnects, and keeps no body. The endpoint raises ApiError,
-    ClientDisconnect, and Busy where all bodies that are not answered so far are too large."""
+    """The endpoint for bodies of this kind: it returns what `answer` returns, cancels that when the
+    client disconnects, and keeps no body. It raises ApiError, ClientDisconnect, and Busy if all
+    bodies that are not answered yet are too large together."""
 
-    async def endpoint(http: HttpRequest) -> ASGIApp:
+    async def respond(http: HttpRequest) -> ASGIApp:
         state, size = http.app.state.server, Size(http.app.state.server)
         try:
             body, http.scope[IGNORED] = await _parsed(http, kind, size)
             model = await state.model(body.model)
             if files := body.content.files:
-                reading = read_images(model, files, http.scope[IGNORED])
-                body._images = await while_connected(http, reading)
-            made = await while_connected(http, answer(http, body, model))
+                strict = state.config.strict_content
+                reading = read_images(model, files, http.scope[IGNORED], strict)
+                try:
+                    body._images = await while_connected(http, reading)
+                except ImageError:  # under `strict_content`: what reads the parts refuses it
+                    body, http.scope[IGNORED] = parse(kind, body._raw, strict=True)
+            response = await while_connected(http, answer(http, body, model))
         finally:
             state.unread -= size.bytes
-        http.scope[IGNORED] = _named(http.scope[IGNORED])
-        return made
+        http.scope[IGNORED] = _reported(http.scope[IGNORED])
+        return response
 
-    return endpoint
+    return respond
 
 
 @dataclass
 class Size:
-    """What a body takes in memory, counted among all of them."""
+    """The memory that a body takes, which is also counted in `state.unread`."""
 
     state: ServerState
     bytes: int = 0
 
     def add(self, more: int) -> None:
-        """Raises Busy where all bodies are too large together; a small one never is."""
+        """Raises Busy if all bodies together are too large, unless this one is small."""
         self.bytes += more
         self.state.unread += more
-        most = MAX_BODIES * (self.state.config.max_body_mb << 20)
-        if self.bytes > LARGE and self.state.unread > most:
+        limit = MAX_BODIES * (self.state.config.max_body_mb << 20)
+        if self.bytes > LARGE and self.state.unread > limit:
             raise Busy(RETRY_S, "other requests have large bodies")
 
 
 async def _parsed(http: HttpRequest, kind: type[Body], size: Size) -> tuple[Body, list[str]]:
-    """The body of a request, and the names for IGNORED. Raises as `takes` says."""
+    """The body of a request, and the names for IGNORED. Raises what `endpoint` says."""
     state = http.app.state.server
     data = bytearray()
     await _read(http, data, size)
     if encoding := http.headers.get("content-encoding"):
-        most = state.config.max_body_mb << 20
-        data = await state.on_text_thread(_decompressed, data, encoding.lower(), most)
+        limit = state.config.max_body_mb << 20
+        data = await state.on_text_thread(_decompressed, data, encoding.lower(), limit)
         size.add(len(data))
-    work = partial(parse, kind, data, state.config.strict_content, size)
+    work = partial(parse, kind, data, state.config.strict_content, size, takes_images=True)
     return work() if len(data) < LARGE else await state.on_text_thread(work)
 
 
-def _named(ignored: list[str]) -> list[str]:
-    """Those names that are told."""
-    return [name[:64] for name in [*dict.fromkeys(ignored)][:MOST_NAMED]]
+def _reported(ignored: list[str]) -> list[str]:
+    """The names that are reported, shortened."""
+    return [name[:64] for name in [*dict.fromkeys(ignored)][:MAX_NAMED]]
 
 
 async def _read(http: HttpRequest, data: bytearray, size: Size) -> None:
-    """Read a request's body into `data`. Raises ClientDisconnect, ApiError 413 where it is larger
-    than `max_body_mb` or announced so, and 408 when it takes longer than BODY_S; Busy."""
+    """Read a request's body into `data`. Raises ApiError 413 if its length, announced or received,
+    is more than `max_body_mb`, 408 after BODY_S, ClientDisconnect and Busy."""
     state = http.app.state.server
-    most = state.config.max_body_mb << 20
-    why = f"larger than {most >> 20} MiB: send a smaller body, or raise max_body_mb"
-    if int(http.headers.get("content-length", 0)) > most:
+    limit = state.config.max_body_mb << 20
+    why = f"larger than {limit >> 20} MiB: send a smaller body, or raise max_body_mb"
+    if int(http.headers.get("content-length", 0)) > limit:
         raise ApiError(413, why)
     try:
         async with asyncio.timeout(BODY_S):
             async for part in http.stream():
-                if len(data) + len(part) > most:
+                if len(data) + len(part) > limit:
                     raise ApiError(413, why)
                 data += part
                 size.add(len(part))
@@ -208,19 +213,19 @@ async def _read(http: HttpRequest, data: bytearray, size: Size) -> None:
         raise ApiError(408, why) from error
 
 
-def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
+def _decompressed(data: bytearray, encoding: str, limit: int) -> bytearray:
     """A body that was sent compressed. Raises ApiError."""
     text: Data
     try:
         match encoding:
             case "zstd":  # Codex' requests
                 text = (
-                    ZstdDecompressor().stream_reader(data, read_across_frames=True).read(most + 1)
+                    ZstdDecompressor().stream_reader(data, read_across_frames=True).read(limit + 1)
                 )
             case "gzip" | "deflate":
-                whole = zlib.decompressobj(wbits=47)  # finds out which
-                text = whole.decompress(data, most + 1)
-                if not whole.eof and len(text) <= most:
+                decoder = zlib.decompressobj(wbits=47)  # detects which
+                text = decoder.decompress(data, limit + 1)
+                if not decoder.eof and len(text) <= limit:
                     raise zlib.error("it is cut off")
             case "identity":
                 text = data
@@ -231,8 +236,8 @@ def _decompressed(data: bytearray, encoding: str, most: int) -> bytearray:
         raise invalid(
             "body", f"the body is not valid {encoding}: {error}; send it again"
         ) from error
-    if len(text) > most:
-        raise ApiError(413, f"larger than {most >> 20} MiB when decompressed: send a smaller body")
+    if len(text) > limit:
+        raise ApiError(413, f"larger than {limit >> 20} MiB when decompressed: send a smaller body")
     return bytearray(text)
 
 
@@ -241,9 +246,10 @@ def parse(
     data: Data,
     strict: bool = False,
     size: Size | None = None,
+    takes_images: bool = False,
 ) -> tuple[StrictT, list[str]]:
     """The validated body, and the names of its unknown fields and of content that was left out;
-    `strict`: none is. Its values are added to `size`. Raises ApiError 400, and Busy."""
+    `strict`: such content is refused. Adds its values to `size`. Raises ApiError 400, and Busy."""
     objects, lists, commas = map(data.count, (b"{", b"[", b","))
     if max(objects, lists) > MAX_OBJECTS or objects + lists + commas > MAX_VALUES:
         why = (
@@ -252,12 +258,14 @@ def parse(
         raise invalid("body", f"{why}; send fewer")
     if size:
         size.add((objects + lists) * OBJECT_BYTES + commas * VALUE_BYTES)
-    content = Content(strict)
+    content = Content(strict, takes_images=takes_images or not strict)
     if b"\\ud" in data or b"\\uD" in data:
-        data = HALVES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
+        data = HALVES.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
     body = validate(kind, data, content=content)
     if isinstance(body, Body):
         body._content = content
+        if strict and content.files:
+            body._raw = data
     if size:
         size.add(sum(len(file.data) for file in content.files.values()))
     for name, value in (body.model_extra or {}).items():
@@ -269,7 +277,7 @@ def parse(
             raise invalid(name, why, "unsupported_parameter")
     left_out = [*dict.fromkeys(content.left_out)]
     if left_out:
-        log.info("left out of the prompt: %s", ", ".join(left_out[:MOST_NAMED]))
+        log.info("left out of the prompt: %s", ", ".join(left_out[:MAX_NAMED]))
     return body, _unknown(body) + left_out
 
 
@@ -279,8 +287,8 @@ def validate(
     at: str = "",
     content: Content | None = None,
 ) -> StrictT:
-    """A whole body as JSON, or an object of a body, whose path is `at`. Validators put what is no
-    text into `content`. Raises ApiError 400."""
+    """Validate a whole body as JSON, or an object of a body with the path `at`. Validators put what
+    is no text into `content`. Raises ApiError 400."""
     try:
         if isinstance(raw, Data):
             return kind.model_validate_json(raw, context=content)
@@ -299,24 +307,24 @@ def validate(
         if first["type"] == "missing":
             raise invalid(where, f"{where} is missing; send it") from error
         problem = first["msg"].removeprefix("Value error, ")
-        raise wrong(where, first["input"], problem) from error
+        raise invalid_value(where, first["input"], problem) from error
 
 
-def wrong(where: str, value: Any, problem: str) -> ApiError:
+def invalid_value(where: str, value: Any, problem: str) -> ApiError:
     return invalid(where, f"{where} = {shown(value)}: {problem}")
 
 
-def weight(value: Any, most: int) -> int:
-    """The bytes that a JSON value takes in memory; where these are more than `most`, any number
-    above that."""
-    size, left = 0, [value]
-    while left and size <= most:
-        value = left.pop()
+def memory_size(value: Any, limit: int) -> int:
+    """The bytes that a JSON value takes in memory; any number above `limit` if they are more than
+    that."""
+    size, stack = 0, [value]
+    while stack and size <= limit:
+        value = stack.pop()
         size += sys.getsizeof(value)
-        if size <= most and isinstance(value, Mapping):
-            left += [*value, *value.values()]
-        elif size <= most and isinstance(value, list | tuple):
-            left += value
+        if size <= limit and isinstance(value, Mapping):
+            stack += [*value, *value.values()]
+        elif size <= limit and isinstance(value, list | tuple):
+            stack += value
     return size
 
 

@@ -1,7 +1,7 @@
-"""What the chat APIs ask of the engine, in one form, and its way to an engine request.
+"""The requests of all chat APIs in one form, and their conversion to engine requests.
 
-Rule: everything that can be wrong with a request is found here, before anything is queued, but for
-a grammar that does not compile.
+Rule: every fault of a request is detected here, before anything is queued, except a grammar that
+does not compile.
 """
 
 import secrets
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from mlxspec.server.body import weight
+from mlxspec.server.body import memory_size
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Prepared
 from mlxspec.server.state import TextModel
@@ -36,19 +36,19 @@ from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
-KEPT_BYTES = 1 << 21  # of what a request has beside its prompt, while it is answered
-KEPT_PER_CHAR = 16  # bytes, of the prompt: what it was rendered from
-CHARS_PER_TOKEN = 8  # on average; a longer prediction is cut before it is encoded
+KEPT_BYTES = 1 << 21  # that a request may hold beside its prompt until it is answered
+KEPT_PER_CHAR = 16  # bytes for each character of the prompt: what it was rendered from
+CHARS_PER_TOKEN = 8  # on average; a longer prediction is truncated before it is encoded
 
-# Fields of a body that are named as in `Sampling`; its `logprobs` is something else.
-SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
+# Fields of a body with the same name in `Sampling`; a body's `logprobs` is something else.
+SAMPLING_FIELDS = {setting.name for setting in fields(Sampling)} - {"logprobs"}
 OBJECT = {"type": "object"}  # the schema of any JSON object
 
 
 @dataclass(frozen=True)
 class Format:
-    """What an answer must be: JSON by the schema `value`, or text by the Lark grammar `value`. The
-    request says so in `field`."""
+    """The required form of an answer: JSON by the schema `value`, or text by the Lark grammar
+    `value`. It comes from the body's `field`."""
 
     field: str
     value: Any
@@ -57,13 +57,12 @@ class Format:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
+    """A conversation to continue. `messages` and `tools` are in OpenAI's chat format, not yet
     checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
     none, required, or an object with a tool's `full_name`. `options` are variables of the template;
     None: not sent. `source` is the body's field that holds the conversation. `continued`: the
-    answer continues the last message. `budget`, if given, is the most tokens
-    of reasoning. `kept` are the body's fields that the answer
-    repeats. `images` are those of the messages, where they stand as markers."""
+    answer continues the last message. `budget` is the maximum of reasoning tokens, if any. `kept`
+    are the body's fields that the answer repeats. `images` stand in the messages as markers."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -78,15 +77,15 @@ class ChatRequest:
 
 
 def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:
-    """What answers `chat`; on the text thread. The body has a `format` too. Raises RejectedRequest
-    and ApiError."""
+    """The engine request and choices for `chat`; on the text thread. The body has a `format` too.
+    Raises RejectedRequest and ApiError."""
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
     talk, prompt = render_prompt(model, chat)
     room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
     tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     types = parameter_types(tools)
     kept = {**chat.kept, "tools": [types, chat.kept.get("tools")]}
-    sizes = {name: weight(value, room) for name, value in kept.items()}
+    sizes = {name: memory_size(value, room) for name, value in kept.items()}
     if sum(sizes.values()) > room:
         largest = max(sizes, key=lambda name: sizes[name])
         why = f"is part of what takes more than {room} bytes beside the prompt"
@@ -94,16 +93,16 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     request = engine_request(model, body, id, prompt.ids, chat.source)
     request = replace(request, images=prompt.images)
     grammar = _grammar(model, body, chat, talk, prompt)
-    # No more reasoning than the server's setting, the request and its word of effort all allow.
+    # The lowest of the server's limit, the request's, and that of its effort.
     budgets = [model.server.config.thinking_budget, chat.budget]
     if not template_reads(tokenizer, "reasoning_effort"):
         budgets.append(EFFORT_TOKENS.get(str(chat.options.get("reasoning_effort"))))
-    limits = [each for each in budgets if each is not None]
+    limits = [limit for limit in budgets if limit is not None]
 
     thinking = prompt.thinking
 
     def matcher() -> Any:
-        """Of each choice, once the grammar is compiled."""
+        """The matcher of one choice, once the grammar is compiled."""
         inner = grammar and grammar.result()()
         if limits and form.think_start:
             return ThinkingBudget(form, tokenizer.decode, min(limits), thinking, inner)
@@ -125,11 +124,11 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         )
         single = not body.parallel_tool_calls
         choices.append(Choice(index, request, reader, parser=parser, single=single))
-    made = Prepared([request], choices, grammar)
-    if weight([talk.messages, talk.tools, talk.options], room) <= room:
+    prepared = Prepared([request], choices, grammar)
+    if memory_size([talk.messages, talk.tools, talk.options], room) <= room:
         remember_all = partial(_remember, model, talk, prompt, choices)
-        made = replace(made, on_done=partial(model.server.later, remember_all))
-    return made
+        prepared = replace(prepared, on_done=partial(model.server.later, remember_all))
+    return prepared
 
 
 def _remember(
@@ -143,7 +142,7 @@ def _remember(
     for choice in choices:
         for call in choice.calls:
             history.keep_call(call)
-        # It is whole and ended by itself: not by a stop string, nor after its only call.
+        # Keep whole answers only: none that ended at a stop string or after its only call.
         cut = choice.stops.stopped is not None or (choice.single and choice.calls)
         cut = cut or talk.continued
         if choice.finish == "stop" and not cut and choice.ids[-1] in tokenizer.eos_token_ids:
@@ -185,7 +184,7 @@ def prompt_length(model: TextModel, chat: ChatRequest) -> int:
 
 
 def room_for(model: TextModel, prompt: Sequence[int], source: str) -> int:
-    """How many tokens fit behind a prompt from the body's field `source`. Raises ApiError."""
+    """How many tokens fit after a prompt from the body's field `source`. Raises ApiError."""
     if not prompt:
         raise invalid(source, f"{source} has no tokens; send some text")
     check_ids(model, prompt, source)
@@ -204,11 +203,11 @@ def engine_request(
     prompt: Sequence[int],
     source: str,
 ) -> Request:
-    """The engine's request for a prompt from the body's field `source`: with the body's own
-    settings, else the model's. Raises ApiError."""
+    """The engine's request for a prompt from the body's field `source`, with the body's settings
+    and the model's defaults. Raises ApiError."""
     room, info, tokenizer = room_for(model, prompt, source), model.info, model.tokenizer
-    given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-    values = {**asdict(model.defaults), "seed": secrets.randbits(63), **given}
+    settings = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    values = {**asdict(model.defaults), "seed": secrets.randbits(63), **settings}
     bias = body.logit_bias or {}
     check_ids(model, bias, "logit_bias")
     values["logit_bias"] = tuple(bias.items())
@@ -241,8 +240,8 @@ def _grammar(
     talk: Conversation,
     prompt: RenderedPrompt,
 ) -> Future[Make] | None:
-    """The grammar of the answer, which may still be compiling: the required call, which has no
-    format, else the format or, if tools are offered, a call."""
+    """The grammar of the answer, which may still be compiling: a required call, whatever the
+    format; else the format or, if tools are offered, a call."""
     grammars, form, choice = model.grammars, body.format, chat.tool_choice
     required = choice not in ("auto", "none")
     calls = required or (talk.tools and choice == "auto")

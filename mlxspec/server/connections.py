@@ -1,6 +1,6 @@
-"""uvicorn's connections, with a time limit for all that a client has to do, and a bound.
+"""uvicorn's connections, bounded in number, with a time limit for everything a client has to do.
 
-Rule: a connection that waits for its client holds no place. Where there are too many, the one that
+Rule: a connection that waits for its client takes no request slot. If too many wait, the one that
 has waited longest is closed.
 """
 
@@ -18,35 +18,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlxspec.server.errors import ApiError
 from mlxspec.server.security import FULL
 
-HEAD_S = 10.0  # for a request's line and headers, or for the body of one that was answered unread
-UNREAD_S = 60.0  # in which a client reads nothing of what waits to be sent
+HEAD_S = 10.0  # for a request's line and headers, or for the unread body of an answered one
+UNREAD_S = 60.0  # for a client that reads nothing while data waits to be sent
 WAITING = 1024  # connections that may wait for their clients
-SPARE = 64  # requests beyond those that the engine takes: refusals, pages, metrics
-LOCAL = 16  # places of either kind that only programs on this machine get
+SPARE = 64  # requests beyond the engine's limit: refusals, pages, metrics
+LOCAL = 16  # of each, reserved for programs on this machine
 MAX_HEADERS = 256
-EVENTS = 16  # parsed at once: chunks of a byte take 20 µs each, and 16 KB of them hold everybody up
+EVENTS = 16  # parsed at once: 16 KB of one-byte chunks, at 20 µs each, would hold everybody up
 READ = 1 << 14  # bytes at once; h11 refuses a head of more
 HEAD_END = re.compile(rb"\n\r?\n")
 
 
 class Parser(h11.Connection):
-    """h11's, which pauses after EVENTS and parses no more than MAX_HEADERS."""
+    """h11's connection, which pauses after EVENTS and refuses more than MAX_HEADERS."""
 
-    left = EVENTS
+    events_left = EVENTS
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:
             head, *_ = HEAD_END.split(self.trailing_data[0], 1)
             if head.count(b"\n") > MAX_HEADERS:
                 raise h11.RemoteProtocolError(f"more than {MAX_HEADERS} headers")
-        if not self.left:
+        if not self.events_left:
             return h11.PAUSED
-        self.left -= 1
+        self.events_left -= 1
         return super().next_event()
 
 
 class Flow(FlowControl):
-    """Nothing is read while there is something to parse."""
+    """Flow control that reads nothing while there is something to parse."""
 
     parsing = False
 
@@ -56,8 +56,8 @@ class Flow(FlowControl):
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """A client's connection. uvicorn's `limit_concurrency` is how many requests may be worked on
-    at the same time; one that waits for its client is none of them."""
+    """A client's connection. uvicorn's `limit_concurrency` limits the requests that are worked on
+    at the same time; those that wait for their client do not count."""
 
     flow: Flow
     conn: Parser
@@ -65,8 +65,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def __init__(self, *args: Any, **kw: Any) -> None:
         super().__init__(*args, **kw)
         self.conn = Parser(h11.SERVER)
-        self.app = self._with_place(self.app)
-        self.most, self.limit_concurrency = self.limit_concurrency or SPARE, None
+        self.app = self._with_limit(self.app)
+        self.limit, self.limit_concurrency = self.limit_concurrency or SPARE, None
         self.buffer = bytearray()
         self.since = 0.0  # when the client's turn began
         self.unsent = 0  # bytes at that time
@@ -80,7 +80,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     @property
     def waits(self) -> bool:
         """Whether it is the client's turn: to send a request or the rest of one, or to read. A body
-        of which more is there than its endpoint has taken waits for us."""
+        that its endpoint has not yet read waits for us."""
         if not self.working or self.flow.write_paused:
             return True
         return self.cycle.more_body and (self.flow.parsing or not self.flow.read_paused)
@@ -137,15 +137,15 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         timer, now = self.timeout_keep_alive_task, self.loop.time()
-        left = timer.when() - now if timer else HEAD_S
+        remaining = timer.when() - now if timer else HEAD_S
         data, self.buffer = bytes(self.buffer[:nbytes]), bytearray()
         self.data_received(data)
         if self.flow.write_paused:
-            self._set_timer(left)
+            self._set_timer(remaining)
         elif not self.working:
-            self._set_timer(min(left, HEAD_S))
+            self._set_timer(min(remaining, HEAD_S))
         else:
-            self.since = now  # of its body, for which `receive` has a time of its own
+            self.since = now  # its body has a time limit elsewhere, BODY_S
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -165,42 +165,42 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     # ---- number
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest, where too many wait."""
-        everyone: Any = self.connections
-        if len(everyone) <= WAITING - LOCAL:
+        """Close the connection that has waited longest, if too many wait."""
+        connections: Any = self.connections
+        if len(connections) <= WAITING - LOCAL:
             return
-        waiting = [one for one in everyone if one.waits and not one.gone]
-        remote = [one for one in waiting if not one.local]
-        for some, most in ((remote, WAITING - LOCAL), (waiting, WAITING)):
-            if len(some) > most:
-                min(some, key=lambda one: one.since).transport.abort()
+        waiting = [peer for peer in connections if peer.waits and not peer.gone]
+        remote = [peer for peer in waiting if not peer.local]
+        for group, limit in ((remote, WAITING - LOCAL), (waiting, WAITING)):
+            if len(group) > limit:
+                min(group, key=lambda peer: peer.since).transport.abort()
                 return
 
-    def _with_place(self, app: Any) -> ASGIApp:
-        """`app`, which is told where no place is left for a request."""
+    def _with_limit(self, app: Any) -> ASGIApp:
+        """`app`, with FULL in the scope set to whether all request slots are taken."""
 
-        async def placed(scope: Scope, receive: Receive, send: Send) -> None:
-            everyone: Any = self.connections
-            most = self.most - (0 if self.local else LOCAL)
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            connections: Any = self.connections
+            limit = self.limit - (0 if self.local else LOCAL)
             busy = len(self.tasks)
-            if busy > most:
-                busy -= sum(one.working and one.waits for one in everyone)
-            scope[FULL] = busy > most
+            if busy > limit:
+                busy -= sum(peer.working and peer.waits for peer in connections)
+            scope[FULL] = busy > limit
             await app(scope, receive, send)
 
-        return placed
+        return limited
 
-    # ---- what is received
+    # ---- receiving
 
     def handle_events(self) -> None:
-        self.conn.left = EVENTS
+        self.conn.events_left = EVENTS
         try:
             super().handle_events()
-        except h11.LocalProtocolError:  # what was answered does not go with what came then
+        except h11.LocalProtocolError:  # what came does not go with what was answered
             self._disconnect()
         if self.working and not self.flow.write_paused:
             self._unset_keepalive_if_required()
-        if not self.conn.left and not self.flow.parsing:
+        if not self.conn.events_left and not self.flow.parsing:
             self.flow.parsing = True
             self.loop.call_soon(self._parse_on)
 
@@ -213,7 +213,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, if nothing was answered yet, and close."""
+        """Answer malformed HTTP, unless a response has begun, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             why = f"malformed HTTP: {str(sys.exception())[:200]}"
             body = json.dumps(ApiError(400, why).body()).encode()
@@ -228,7 +228,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close, and end what runs as if the client had left."""
+        """Close, and end a running request as if the client had left."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -239,4 +239,4 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             super().shutdown()
 
     def _should_upgrade(self) -> bool:
-        return False  # nor log that each time
+        return False  # nor log each request for it

@@ -17,16 +17,16 @@ from mlxspec.server.errors import Json
 from mlxspec.text.images import marker_of
 
 # The types of these parts in all APIs.
-UNREAD = (
+UNREADABLE = (
     "image image_url input_image document file input_file search_result audio input_audio audio_url"
     " video video_url input_video container_upload browser_state computer_screenshot"
 ).split()
-# A type of what another server's tools did. It is shown in the log and in the prompt.
+# The types of calls and results of another server's tools, shown in the log and the prompt.
 HOSTED = re.compile(r"\w{1,48}_tool_(use|result)")
 IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
 READS_TEXT = "this model reads text only"
-LEFT_OUT = f" left out: {READS_TEXT}]\n"  # the end of what stands for a part
-HOLD_PARTS = ("content", "output")  # fields of messages, items and parts
+LEFT_OUT = f" left out: {READS_TEXT}]\n"  # ends the line for a part
+PART_FIELDS = ("content", "output")  # fields of messages, items and parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class File:
 @dataclass
 class Content:
     """What a body has beside text: images by their digests, and the types of what was `left_out`;
-    `strict`: nothing is, but refused."""
+    `strict`: nothing is, but refused; images too, unless it `takes_images`."""
 
     strict: bool = False
+    takes_images: bool = True
     left_out: list[str] = field(default_factory=list)
     files: dict[str, File] = field(default_factory=dict)
 
@@ -71,17 +72,17 @@ def line_for(kind: str, why: str) -> str:
 def _read(value: Any, content: Content) -> Any:
     match value:
         case list():
-            return [_read(each, content) for each in value]
-        case {"type": str(kind)} if kind in UNREAD or HOSTED.fullmatch(kind):
-            if file := _image(value, kind):
+            return [_read(item, content) for item in value]
+        case {"type": str(kind)} if kind in UNREADABLE or HOSTED.fullmatch(kind):
+            if content.takes_images and (file := _image(value, kind)):
                 return {"type": "text", "text": content.add(file)}
             if content.strict:
                 return value
             return {"type": "text", "text": _text(value, kind, content)}
         case dict():
             return {
-                key: _read(each, content) if key in HOLD_PARTS else each
-                for key, each in value.items()
+                key: _read(item, content) if key in PART_FIELDS else item
+                for key, item in value.items()
             }
     return value
 
@@ -108,20 +109,20 @@ def _image(part: Json, kind: str) -> File | None:
 def _text(part: Json, kind: str, content: Content) -> str:
     """The text of a file, a document or a search result below its name, else a line for the part
     that is left out."""
-    found: Any = None
+    text: Any = None
     match part:
         case {"file": dict(file)}:  # of chat
             return _text(file, kind, content)
-        case {"source": {"type": "text", "data": found} | {"content": found}} | {"content": found}:
+        case {"source": {"type": "text", "data": text} | {"content": text}} | {"content": text}:
             pass
         case {"file_data": str(data)}:
             with suppress(ValueError):
-                found = b64decode(data.rpartition(";base64,")[2], validate=True).decode()
-    if isinstance(found, list):
-        parts = _read(found, content)
-        found = "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))
-    if found and isinstance(found, str):
+                text = b64decode(data.rpartition(";base64,")[2], validate=True).decode()
+    if isinstance(text, list):
+        parts = _read(text, content)
+        text = "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))
+    if text and isinstance(text, str):
         name = part.get("title") or part.get("filename") or kind
-        return f"{name}:\n{found}\n"
+        return f"{name}:\n{text}\n"
     content.left_out.append(f"content[].{kind}")
     return line_for(kind, READS_TEXT)

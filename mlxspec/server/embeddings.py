@@ -1,8 +1,7 @@
-"""POST /v1/embeddings, and Ollama's /api/embed and /api/embeddings: texts to vectors, made of the
+"""POST /v1/embeddings, and Ollama's /api/embed and /api/embeddings: vectors of texts, from the
 model's hidden states after its final norm.
 
-Rule: one request's inputs take half of the places for sequences, so that answers start beside
-them.
+Rule: one request's inputs take half of the sequence slots, so that answers can start beside them.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxspec import log
 from mlxspec.files import read_json
-from mlxspec.server.body import takes, wrong
+from mlxspec.server.body import endpoint, invalid_value
 from mlxspec.server.chat_request import encode_prompt, room_for
 from mlxspec.server.errors import HttpRequest, Json, invalid
 from mlxspec.server.openai.schema import Embeddings, OneEmbedding
@@ -52,22 +51,22 @@ async def create(http: HttpRequest, body: Embeddings, model: TextModel) -> Respo
 
 
 async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
-    """The embeddings of the body's inputs, float32 [D] of length 1 each (numpy's), and how many
-    tokens were read. With `dimensions` their first so many, of length 1 again. Raises ApiError,
+    """The embeddings of the body's inputs, each a numpy float32 [D] of length 1, and the number of
+    tokens read. `dimensions` truncates them before they are normalized. Raises ApiError,
     RejectedRequest, Busy and Dead."""
     server, dimensions = model.server, body.dimensions
-    worker, most = server.worker, max(1, server.config.max_sequences // 2)
+    worker, batch_size = server.worker, max(1, server.config.max_sequences // 2)
     requests = []
-    for i, given in enumerate(as_list(body.input)):
-        requests.append(await server.on_text_thread(_request, model, given, body.place.format(i)))
+    for i, prompt in enumerate(as_list(body.input)):
+        requests.append(await server.on_text_thread(_request, model, prompt, body.place.format(i)))
     vectors: dict[str, Any] = {}  # by request
-    while some := requests[len(vectors) :][:most]:
+    while batch := requests[len(vectors) :][:batch_size]:
         try:
-            outputs = worker.submit(*some)
+            outputs = worker.submit(*batch)
         except Busy as error:
             if not vectors:
                 raise
-            await asyncio.sleep(error.retry_after)  # or what was done would be lost
+            await asyncio.sleep(error.retry_after)  # keep the vectors so far
             continue
         try:
             async for output in outputs:
@@ -76,43 +75,43 @@ async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
                 width = len(output.embedding)
                 if dimensions and dimensions > width:
                     why = f"an embedding of {model.name} has {width}; send fewer"
-                    raise wrong("dimensions", dimensions, why)
+                    raise invalid_value("dimensions", dimensions, why)
                 vector = output.embedding[:dimensions]
                 length = np.linalg.norm(vector.astype(float))  # float32 overflows
                 vectors[output.request] = vector / np.float32(length or 1)
         finally:
-            for request in some:  # after an error, or when the client has left
+            for request in batch:  # after an error, or when the client has left
                 worker.abort(request.id)
     tokens = sum(len(request.prompt) for request in requests)
     log.info("%s: %d embeddings of %d tokens", model.name, len(vectors), tokens)
     return [vectors[request.id] for request in requests], tokens
 
 
-def _request(model: TextModel, given: str | list[int], field: str) -> Request:
-    """For the embedding of the input `field`. Raises RejectedRequest and ApiError."""
-    ids = encode_prompt(model, given, field=field) if isinstance(given, str) else given
+def _request(model: TextModel, prompt: str | list[int], field: str) -> Request:
+    """The engine request for the input `field`. Raises RejectedRequest and ApiError."""
+    ids = encode_prompt(model, prompt, field=field) if isinstance(prompt, str) else prompt
     room_for(model, ids, field)
     id, pooling = f"embd-{secrets.token_hex(12)}", _pooling(model)
     return Request(id, tuple(ids), 1, model=model.name, pooling=pooling)
 
 
 def _pooling(model: TextModel) -> Pooling:
-    """As the model's sentence-transformers files say; without them its last token. Raises ApiError
-    for what cannot be done here."""
+    """The pooling in the model's sentence-transformers files, its last token without them. Raises
+    ApiError for a pooling that is not supported."""
     path = model.server.paths[model.name]
     config = read_json(path / "1_Pooling" / "config.json")
     if not config:
         return "last"
-    for mode, how in POOLINGS.items():
+    for mode, pooling in POOLINGS.items():
         if config.get("pooling_mode") == mode or config.get(f"pooling_mode_{mode}"):
             if not any(path.glob("*_Dense")):
-                return how
-    why = f"{model.name} makes its embeddings in a way that is not supported; serve another model"
+                return pooling
+    why = f"the pooling of {model.name}'s embeddings is not supported; serve another model"
     raise invalid("model", why)
 
 
 ENDPOINTS: Json = {
-    "POST /v1/embeddings": takes(Embeddings, create),
-    "POST /api/embed": takes(Embeddings, create),
-    "POST /api/embeddings": takes(OneEmbedding, create),
+    "POST /v1/embeddings": endpoint(Embeddings, create),
+    "POST /api/embed": endpoint(Embeddings, create),
+    "POST /api/embeddings": endpoint(OneEmbedding, create),
 }

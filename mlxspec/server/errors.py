@@ -21,7 +21,7 @@ from mlxspec.text.messages import RejectedRequest
 from mlxspec.types import Busy, Dead, UserError, printable
 from mlxspec.types import Json as Json
 
-HttpRequest = Request  # for the server: the engine has another
+HttpRequest = Request  # the engine's Request is another
 
 OPENAI_TYPES = {
     401: "authentication_error",
@@ -43,8 +43,8 @@ CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An HTTP error response. `param` is the request field at fault, `code` is for programs, and so
-    are `details`, in Anthropic's format. `generated`: fields with what was generated before it."""
+    """An HTTP error response. `param` is the request field at fault; `code` is for programs, as are
+    `details`, in Anthropic's format. `generated`: fields with what was generated before it."""
 
     status: int
     message: str
@@ -92,8 +92,8 @@ def unavailable(why: str) -> ApiError:
 
 
 async def on_error(http: HttpRequest, error: Any) -> Response:
-    """The response to any exception of an endpoint, also of the layers below; one of no known type
-    is a bug, whose traceback is in the log."""
+    """The response to any exception of an endpoint or of the layers below. Any other type is a bug,
+    whose traceback is in the log."""
     why = str(error)
     match error:
         case ClientDisconnect():

@@ -1,7 +1,7 @@
 """One answer from submission to its last byte, streamed or whole, for any API.
 
-Rule: however it ends (last token, stop string, disconnected client, error), what still runs of it
-is aborted, and it is counted and logged once.
+Rule: however it ends (last token, stop string, disconnected client, error), choices that still run
+are aborted, and it is counted and logged once.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage
 from mlxspec.text.structured.grammar import Make
 from mlxspec.types import Output, Request
 
-PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
+PROGRESS_S = 1.0  # between reports of how much of the prompt was read
 STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the text thread makes of a request. `choices` are grouped by request, `body.n` of
+    """What the text thread makes of a request. `choices` are grouped by request, `body.n` for
     each."""
 
     requests: list[Request]
@@ -48,8 +48,8 @@ async def respond(
     prepare: Callable[..., Prepared],
     *args: Any,
 ) -> "Generation":
-    """The response to a `body`, which has the fields of openai.schema.Common. Raises what `prepare`
-    raises, which gets model, body, the response's id and `args`."""
+    """The response to a `body` with the fields of openai.schema.Common. `prepare` gets the model,
+    the body, the response's id and `args`; raises what it raises."""
     arrived = time.monotonic()
     prepared = await model.server.on_text_thread(prepare, model, body, writer.id, *args)
     observer = Observer(model, writer.id, prepared.choices, arrived)
@@ -70,7 +70,7 @@ class Observer:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """List the answer while it is made, then count and log it. A client's leaving ends it."""
+        """List the answer while it runs, then count and log it. Suppresses ClientDisconnect."""
         server, name = self.model.server, self.model.name
         server.live[self.id] = self.row
         failed = False
@@ -87,17 +87,17 @@ class Observer:
                 seen = choice.request.images  # which the recorder does not keep
                 if server.recorder and not seen and choice.finish in ("stop", "length"):
                     server.recorder.add(name, choice.request.prompt, choice.ids)
-            # By the alphabet, so that failures come first.
+            # In alphabetical order, so that failures come first.
             outcomes = sorted({choice.finish or "gone" for choice in self.choices})
-            if failed:  # it could not be written
+            if failed:  # the response could not be written
                 outcomes = ["error"]
             usage, outcome = self.usage(), ",".join(outcomes)
             server.finished.appendleft(self.row(outcome))
             server.metrics.duration.labels(name, outcomes[0]).observe(usage.seconds)
             log.info("%s: %s, %s", self.id, _summary(usage), outcome)
 
-    def saw(self, choice: Choice, output: Output) -> None:
-        """Note the time of an output's tokens, which came together."""
+    def record_time(self, choice: Choice, output: Output) -> None:
+        """Record the time of an output's tokens, which came together."""
         metrics, name = self.model.server.metrics, self.model.name
         if not output.tokens:
             return
@@ -112,8 +112,8 @@ class Observer:
         self.last[choice.index] = now
 
     def usage(self) -> Usage:
-        """The figures of this moment. The engine's are of its last step, and only needed until the
-        first token."""
+        """The figures now. The engine's are of its last step, and only needed until the first
+        token."""
         usage = stream.usage(self.choices)
         usage.first, usage.seconds = self.first, time.monotonic() - self.arrived
         if self.first:
@@ -137,11 +137,11 @@ class Observer:
 @dataclass(frozen=True)
 class Generation:
     """The response to one HTTP request, as an ASGI application that generates while it sends. It
-    does not keep the request's body, which may be large, while the answer may take long."""
+    does not keep the request's body: that may be large, and the answer may take long."""
 
     model: TextModel
     streamed: bool
-    progress: bool  # a stream tells in events how much of the prompt was read
+    progress: bool  # a stream has events that report how much of the prompt was read
     writer: ResponseWriter
     prepared: Prepared
     observer: Observer
@@ -152,9 +152,9 @@ class Generation:
         if self.prepared.grammar:
             await while_connected(http, asyncio.wrap_future(self.prepared.grammar))
         server, answers = self.model.server, len(self.prepared.choices)
-        most = server.config.max_sequences + server.config.max_queue
-        if answers > most:
-            raise invalid("n", f"{answers} answers are more than the queue's {most}; ask for fewer")
+        size = server.config.max_sequences + server.config.max_queue
+        if answers > size:
+            raise invalid("n", f"{answers} answers are more than the queue's {size}; ask for fewer")
         outputs = server.worker.submit(*self.prepared.requests)
         headers = {"x-request-id": id, "request-id": id}
         with self.observer.watch():
@@ -168,15 +168,15 @@ class Generation:
                     await JSONResponse(body, headers=headers)(scope, receive, send)
             finally:
                 choices = self.prepared.choices
-                for request in {each.request.id for each in choices if each.finish is None}:
+                for request in {choice.request.id for choice in choices if choice.finish is None}:
                     server.worker.abort(request)
 
-    def _runs(self) -> bool:
+    def _running(self) -> bool:
         return any(choice.finish is None for choice in self.prepared.choices)
 
     async def _body(self, outputs: Mailbox) -> Json:
         try:
-            while self._runs():
+            while self._running():
                 self._read(await anext(outputs))
         except ApiError as error:
             if error.status == 500:
@@ -188,14 +188,14 @@ class Generation:
 
     async def _events(self, outputs: Mailbox) -> AsyncIterator[bytes]:
         """The events of a streamed answer. A silent stream gets an event without content every
-        `keepalive_s`, and while the prompt is read it tells how far."""
+        `keepalive_s`, and reports how much of the prompt was read."""
         writer, choices, usage = self.writer, self.prepared.choices, self.observer.usage
         yield writer.opening(usage())
         pause = self.model.server.config.keepalive_s
-        told = 0  # tokens of the prompt
+        reported = 0  # tokens of the prompt
         written = time.monotonic()
         try:
-            while self._runs():
+            while self._running():
                 data = b""
                 try:
                     async with asyncio.timeout(min(pause, PROGRESS_S)):
@@ -203,11 +203,11 @@ class Generation:
                     data = writer.chunk(*self._read(output))
                 except TimeoutError:
                     now = usage()
-                    if writer.comment and now.read > told:
-                        told = now.read
+                    if writer.comment and now.read > reported:
+                        reported = now.read
                         yield writer.progress(now, self.progress)
                 if not data and time.monotonic() - written >= pause:
-                    data = writer.comment + writer.still_here()
+                    data = writer.comment + writer.keepalive()
                 if data:
                     written = time.monotonic()
                     yield data
@@ -217,14 +217,14 @@ class Generation:
             yield writer.failed(error)
 
     def _read(self, output: Output) -> tuple[Choice, Piece]:
-        """Add an output to its choice, unless that has finished."""
+        """Add an output to its choice, unless the choice has finished."""
         choices = self.prepared.choices
-        first = next(each.index for each in choices if each.request.id == output.request)
+        first = next(choice.index for choice in choices if choice.request.id == output.request)
         choice = choices[first + output.index]
         if choice.finish is not None:
             return choice, Piece()
         piece = choice.take(output)
-        self.observer.saw(choice, output)
+        self.observer.record_time(choice, output)
         if choice.finish is not None and output.finish is None:
             self.model.server.worker.abort(output.request, output.index)
         return choice, piece

@@ -7,6 +7,7 @@ is read for requests that are not answered yet has a bound together.
 import asyncio
 from collections.abc import Mapping
 
+from mlxspec import log
 from mlxspec.server.content import READS_TEXT, File, line_for
 from mlxspec.server.errors import invalid
 from mlxspec.server.fetch import FetchError, fetch
@@ -22,22 +23,28 @@ async def read_images(
     model: TextModel,
     files: Mapping[str, File],
     ignored: list[str],
+    strict: bool = False,
 ) -> Images:
     """The images of these files by their digests, or the line in the place of each that the model
-    cannot see, whose type goes to `ignored`. Raises ApiError, also under `strict_content` for such
-    an image, and Busy."""
+    cannot see, whose type goes to `ignored`. Raises ApiError for too many, Busy, and if `strict`
+    ImageError for one that cannot be seen."""
     if len(files) > MAX_IMAGES:
         why = f"the request has {len(files)} images, more than {MAX_IMAGES}; send fewer"
         raise invalid("messages", why)
     images: dict[str, Image | str] = {}
+    lost: list[str] = []
     for digest, file in files.items():
         try:
             images[digest] = await _read(model, digest, file)
         except ImageError as error:
-            if model.server.config.strict_content:
-                raise invalid(file.kind, f"{file.kind}: {error}; leave it out") from error
+            if strict:
+                raise
             images[digest] = line_for(file.kind, str(error))
-            ignored.append(f"content[].{file.kind}")
+            lost.append(f"content[].{file.kind}")
+    if lost:
+        lost = [*dict.fromkeys(lost)]
+        log.info("left out of the prompt: %s", ", ".join(lost))
+        ignored += lost
     return images
 
 

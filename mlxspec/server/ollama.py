@@ -1,8 +1,8 @@
-"""Ollama's API: /api/chat, /api/generate, and what tells of the models.
+"""Ollama's API: /api/chat, /api/generate, and the lists of models.
 
 Rule: `options` count as fields of the body, so they are checked, refused and reported like others.
 Each line of a stream has the fields of the whole body; the last one has its counts. What this
-server does not do (Modelfiles, uploads) is refused with what to do instead.
+server does not support (Modelfiles, uploads) is refused with what to do instead.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from mlxspec.server.body import MAX_ITEMS, Items, Many, takes
+from mlxspec.server.body import MAX_ITEMS, Items, Many, endpoint
 from mlxspec.server.chat_request import OBJECT, ChatRequest, Format, prepare_chat
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
@@ -40,8 +40,8 @@ def _turn(message: Any) -> Any:
         raise ValueError(f"it has more than {MAX_ITEMS} images; send fewer")
     parts: list[Json] = [{"type": "image", "data": image} for image in images]
     parts.append({"type": "text", "text": message.get("content") or ""})
-    said = {"reasoning_content": message.get("thinking"), "name": message.get("tool_name")}
-    return {**said, **message, "content": parts}
+    fields = {"reasoning_content": message.get("thinking"), "name": message.get("tool_name")}
+    return {**fields, **message, "content": parts}
 
 
 def _is_whole(value: Any) -> bool:
@@ -64,7 +64,7 @@ class Chat(Common):
     stream: bool = True
     messages: Many[Annotated[Json, READABLE, BeforeValidator(_turn)]] = []
     tools: Many[Annotated[Any, BeforeValidator(_tool)]] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None  # Ollama knows no maximum
+    temperature: Annotated[float, Field(ge=0)] | None = None  # Ollama has no maximum
     options: Json = {}
     form: Literal["", "json"] | Json = Field("", alias="format")
     think: bool | str | None = None
@@ -114,7 +114,7 @@ ASCII = json.JSONEncoder(separators=(",", ":"))  # some clients end lines at U+2
 
 @dataclass
 class LineWriter(ResponseWriter):
-    """The ResponseWriter of both. `model` is the name that the client sent."""
+    """The ResponseWriter of /api/chat and /api/generate. `model` is the name the client sent."""
 
     id: str
     model: str
@@ -131,7 +131,7 @@ class LineWriter(ResponseWriter):
             return b""
         return _encoded(self.line(piece))
 
-    def still_here(self) -> bytes:
+    def keepalive(self) -> bytes:
         return _encoded(self.line(Piece()))
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:
@@ -144,23 +144,23 @@ class LineWriter(ResponseWriter):
         return self.line(choices[0].whole) | _end(choices[0], usage)
 
     def line(self, piece: Piece) -> Json:
-        """What a piece adds to the answer."""
+        """The line for a piece of the answer."""
         text, parts = texts(piece), piece.parts
-        said: Json = {"content" if self.chat else "response": text["content"]}
+        fields: Json = {"content" if self.chat else "response": text["content"]}
         if text["reasoning"]:
-            said["thinking"] = text["reasoning"]
+            fields["thinking"] = text["reasoning"]
         calls = []
         for call in [part.call for part in parts if part.call and part.ends]:
             function = {"name": call.name, "arguments": as_object(call.arguments)}
             calls.append({"id": call.id, "function": function})
         if calls:
-            said["tool_calls"] = calls
+            fields["tool_calls"] = calls
         if self.chat:
-            said = {"message": {"role": "assistant", **said}}
+            fields = {"message": {"role": "assistant", **fields}}
         return {
             "model": self.model,
             "created_at": datetime.now(UTC).isoformat(),
-            **said,
+            **fields,
             "done": False,
         }
 
@@ -170,8 +170,8 @@ def _encoded(line: Json) -> bytes:
 
 
 def _end(choice: Choice, usage: Usage) -> Json:
-    """The fields of the last line. Durations are in nanoseconds; what the request waited for, also
-    for the model's load, counts as part of reading the prompt."""
+    """The fields of the last line. Durations are in nanoseconds; waiting, also for the model to
+    load, counts as part of reading the prompt."""
     first = usage.first or usage.seconds
     return {
         "done": True,
@@ -195,17 +195,17 @@ INSTEAD = {
 
 
 async def version(http: HttpRequest) -> Response:
-    """Of the Ollama whose API this is: clients refuse old ones."""
+    """The version of Ollama with this API: clients refuse old ones."""
     return JSONResponse({"version": "0.32.15"})
 
 
 async def models(http: HttpRequest) -> Response:
     """The served models; of /api/ps, those that are loaded."""
-    found = []
+    entries = []
     for served in http.app.state.server.worker.models.values():
         if served.status == "loaded" or http.url.path != "/api/ps":
-            found.append(_model(served.info))
-    return JSONResponse({"models": found})
+            entries.append(_model(served.info))
+    return JSONResponse({"models": entries})
 
 
 def _model(info: ModelInfo) -> Json:
@@ -225,7 +225,7 @@ def _model(info: ModelInfo) -> Json:
             "quantization_level": "",
         },
         "model_info": {
-            "general.architecture": "mlx",  # begins the other names
+            "general.architecture": "mlx",  # the prefix of the other names
             "general.basename": info.name,
             "mlx.context_length": info.context,
         },
@@ -246,25 +246,25 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
     chats = http.url.path == "/api/chat"
     writer = LineWriter(f"ollama-{secrets.token_hex(12)}", body.model or model.name, chats)
     if isinstance(body, Generate) and (body.suffix or (body.raw and body.prompt)):
-        unread = {"format": body.form, "system": body.system, "tools": body.tools}
+        unused = {"format": body.form, "system": body.system, "tools": body.tools}
         if model.server.config.strict_content:
-            unread["images"] = body.images
-        for name, value in unread.items():
+            unused["images"] = body.images
+        for name, value in unused.items():
             if value:
                 raise invalid(name, f"{name} with raw or suffix: send one of them")
         return await respond(model, body, writer, prepare_completion)
     if not body.messages:
         keep = str((body.model_extra or {}).get("keep_alive"))
-        does = "unload" if re.fullmatch(r"0+(\.0*)?[a-zµ]*", keep) else "load"
-        if does == "unload":
+        action = "unload" if re.fullmatch(r"0+(\.0*)?[a-zµ]*", keep) else "load"
+        if action == "unload":
             await model.server.unload(model.name)
-        else:  # to stay where it is negative
+        else:  # a negative time pins it
             await model.server.worker.load(model.name, keep.startswith("-") or None)
-        return JSONResponse(writer.line(Piece()) | {"done": True, "done_reason": does})
+        return JSONResponse(writer.line(Piece()) | {"done": True, "done_reason": action})
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"
     last = body.messages[-1]
-    asked = ChatRequest(
+    chat_request = ChatRequest(
         body.messages,
         body.tools,
         options={variable: body.think},
@@ -272,7 +272,7 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
         images=body.seen_images,
         continued=last.get("role") == "assistant" and not (last.get("tool_calls") or body.format),
     )
-    return await respond(model, body, writer, prepare_chat, asked)
+    return await respond(model, body, writer, prepare_chat, chat_request)
 
 
 async def refuse(http: HttpRequest) -> Response:
@@ -280,9 +280,9 @@ async def refuse(http: HttpRequest) -> Response:
 
 
 ENDPOINTS: Json = {
-    "POST /api/chat": takes(Chat, answer),
-    "POST /api/generate": takes(Generate, answer),
-    "POST /api/show": takes(Chat, show),
+    "POST /api/chat": endpoint(Chat, answer),
+    "POST /api/generate": endpoint(Generate, answer),
+    "POST /api/show": endpoint(Chat, show),
     "GET /api/ps": models,
     "GET /api/tags": models,
     "GET /api/version": version,

@@ -41,10 +41,10 @@ def serve_model(
     config: Config,
     listener: socket.socket | None = None,
     note: str = "",
-    ended: Callable[[int], None] = lambda status: None,
+    on_exit: Callable[[int], None] = lambda status: None,
 ) -> NoReturn:
-    """Load the configured models, serve them and end the process, whose status `ended` gets first.
-    Raises ConfigError and UserError.
+    """Load the configured models, serve them and end the process, whose status `on_exit` gets
+    first. Raises ConfigError and UserError.
 
     A `listener` comes from launchd and is listening already, so clients may be waiting: requests
     are accepted at once, and the first one loads the model. `note` is for /health.
@@ -62,16 +62,16 @@ def serve_model(
         end(0)
 
     def end(status: int) -> NoReturn:
-        ended(status)
+        on_exit(status)
         _exit(status)
 
     _on_signals(stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
         threading.stack_size(8 << 20)  # of the threads to come: llguidance recurses
-        gc.disable()  # imports leave hardly any garbage, and looking for it takes a seventh of them
+        gc.disable()  # imports leave hardly any garbage, and collecting takes a seventh of them
         try:
             app = _load(config, load_on_request)
-            gc.freeze()  # the first collection would walk all of it, beside the first answer
+            gc.freeze()  # the first collection would walk all of it, during the first answer
         finally:
             gc.enable()
         app.state.server.note = note
@@ -79,8 +79,8 @@ def serve_model(
 
 
 def follow(config: Config) -> NoReturn:
-    """Run as a rank above 0, until rank 0 ends, and end the process. What stops a server is for
-    rank 0, which gets it too. Raises UserError."""
+    """Run as a rank above 0 until rank 0 ends, then end the process. Signals that stop a server are
+    left to rank 0, which gets them too. Raises UserError."""
     blas.load()
     from mlxspec.load import manager
     from mlxspec.model.parallel import RankLost, join
@@ -109,9 +109,9 @@ def _signals() -> list[int]:
     return numbers
 
 
-def _on_signals(do: Any) -> None:
+def _on_signals(handler: Any) -> None:
     for number in _signals():
-        signal.signal(number, do)
+        signal.signal(number, handler)
 
 
 def _exit(status: int) -> NoReturn:
@@ -142,7 +142,7 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     )
 
     def meanwhile() -> None:
-        """What requests need beside the engine, whose thread reads weights; all of it is cached."""
+        """Prepare what requests need beside the engine, while it reads weights; all is cached."""
         from mlxspec.text.proof import call_support
 
         call_support(chosen.tokenizer)
@@ -165,7 +165,7 @@ def announce(text: str) -> None:
     try:
         print("\n".join(map(printable, text.split("\n"))), flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered would fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the buffered rest would fail again at exit
 
 
 def bind(config: Config) -> socket.socket:
@@ -178,13 +178,13 @@ def bind(config: Config) -> socket.socket:
         bound.bind((config.host, config.port))
     except (OSError, ValueError) as error:
         bound.close()
-        raise ConfigError(why_not(config, error)) from error
+        raise ConfigError(bind_error(config, error)) from error
     return bound
 
 
 def serve(app: Starlette, listener: socket.socket) -> int:
     """Serve until a signal or the engine's death; returns the process's exit status. Main thread
-    only. The greeting is announced once requests are accepted."""
+    only. The greeting is printed once requests are accepted."""
     worker = app.state.server.worker
     status = asyncio.run(_serve(app, listener))
     if worker.loading():  # which cannot be interrupted
@@ -221,17 +221,17 @@ async def _serve(app: Starlette, listener: socket.socket) -> int:
     try:
         await server.startup([listener])
         listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
-    except OSError as error:  # another one listens since it was bound
-        raise ConfigError(why_not(config, error)) from error
+    except OSError as error:  # another process listens since the bind
+        raise ConfigError(bind_error(config, error)) from error
     announce(greeting(config, list(worker.models), listener.getsockname()[1]))
-    tell_who_reaches(listener, config)
+    log_reachability(listener, config)
     await server.main_loop()
     await server.shutdown([listener])
     return 0 if worker.alive() else 1
 
 
 def make_server(app: Starlette, config: Config) -> uvicorn.Server:
-    """uvicorn with our connections, without its own log, and without its access log."""
+    """uvicorn with our connections, without its logs."""
     from mlxspec.server.connections import SPARE, Connection
 
     settings = uvicorn.Config(
@@ -248,7 +248,7 @@ def make_server(app: Starlette, config: Config) -> uvicorn.Server:
         limit_concurrency=config.max_sequences + config.max_queue + SPARE,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
-        timeout_notify=0,  # the check of the engine's thread: each second
+        timeout_notify=0,  # check the engine's thread every second
     )
     logging.getLogger("uvicorn.error").addFilter(_wanted)
     settings.load()
@@ -258,7 +258,7 @@ def make_server(app: Starlette, config: Config) -> uvicorn.Server:
 
 
 def _wanted(record: logging.LogRecord) -> bool:
-    """Not the requests that a second signal cancelled."""
+    """Whether to log it: not the requests that a second signal cancelled."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -268,7 +268,7 @@ def greeting(config: Config, models: Sequence[str], port: int) -> str:
     key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"' if config.api_key else ""
     others = ""
     if models[1:]:
-        others = f"{', '.join(models[1:])}: loaded when first asked for\n"
+        others = f"{', '.join(models[1:])}: loaded on first request\n"
     return f"""{models[0]} is served at {url}/v1
 {others}
   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'
@@ -277,15 +277,15 @@ or open {url}/ in a browser
 """
 
 
-# ---- the address: who can reach it, and who has it already
+# ---- the address: who can reach it, and who uses it already
 
 SERVER = "mlxspec"  # the value of the header Server in all responses
-ASK_S = 2.0  # for a server to say what it is
+PROBE_S = 2.0  # for a server to say what it is
 ELSEWHERE = ("192.0.2.1", 9)  # an address for documentation; no packet is sent there
 
 
-def why_not(config: Config, error: Exception) -> str:
-    """What to do where the server cannot listen."""
+def bind_error(config: Config, error: Exception) -> str:
+    """Why the server cannot listen, and what to do."""
     why = f"host = {config.host!r}, port = {config.port}: "
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE and _is_ours(config):
@@ -297,26 +297,26 @@ def why_not(config: Config, error: Exception) -> str:
 
 
 def _is_ours(config: Config) -> bool:
-    """Whether it is an mlxspec that has the address."""
+    """Whether an mlxspec server has the address."""
     host = urlsplit(url_of(config.host, config.port)).hostname or ""
-    asked = http.client.HTTPConnection(host, config.port, timeout=ASK_S)
-    with closing(asked), suppress(OSError, http.client.HTTPException):
-        asked.request("GET", "/health")
-        return asked.getresponse().headers["Server"] == SERVER
+    connection = http.client.HTTPConnection(host, config.port, timeout=PROBE_S)
+    with closing(connection), suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/health")
+        return connection.getresponse().headers["Server"] == SERVER
     return False
 
 
-def tell_who_reaches(listener: socket.socket, config: Config) -> None:
-    """Log the URL for other machines, where they reach the server; without a key as a warning."""
+def log_reachability(listener: socket.socket, config: Config) -> None:
+    """Log the URL for other machines if they can reach the server; a warning without a key."""
     host, port = listener.getsockname()[:2]
     ip = ip_address(host.partition("%")[0])
     if ip.is_loopback:
         return
     if ip.is_unspecified:  # this machine's address in the network, or else its name
         host = socket.gethostname()
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            asked.connect(ELSEWHERE)
-            host = asked.getsockname()[0]
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(ELSEWHERE)
+            host = probe.getsockname()[0]
     url = url_of(host, port)
     if config.api_key:
         log.info("other machines reach the server at %s/v1, with the API key", url)

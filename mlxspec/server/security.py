@@ -24,11 +24,11 @@ LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 # The values of a Host and of an Origin header, and the name in them.
 HOST = re.compile(r"(\[[0-9a-f.]*:[0-9a-f:.]*\]|[^\s:/?#@\[\]\\]+)(?::\d{0,5})?")
 ORIGIN = re.compile("https?://" + HOST.pattern)
-ASKS = "access-control-request-method"
+PREFLIGHT = "access-control-request-method"
 EXPOSED = ("x-request-id", "x-mlxspec-ignored", "retry-after")
 HEALTH = "/health"
 NO_KEY = {"/", HEALTH, *(f"/page/{name}" for name in FILES)}  # these hold no data
-FULL = "mlxspec.full"  # in a request's scope: no place is left for it
+FULL = "mlxspec.full"  # in a request's scope: the server has no slot for it
 RETRY_S = 2
 LINGER_S = 2.0  # for the rest of a refused request
 
@@ -48,14 +48,14 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         # A browser's preflight has no key.
-        asks_first = scope["method"] == "OPTIONS" and ASKS in headers
+        preflight = scope["method"] == "OPTIONS" and PREFLIGHT in headers
         try:
             _check_host(headers, config)
             _check_origins(headers, config)
-            if config.api_key and scope["path"] not in NO_KEY and not asks_first:
+            if config.api_key and scope["path"] not in NO_KEY and not preflight:
                 _check_key(headers, config.api_key)
             if "content-length" in headers and "transfer-encoding" in headers:
-                # A proxy in front could go by the other end of the body (smuggling).
+                # A proxy in front could end the body elsewhere (smuggling).
                 why = "the body has a Content-Length and a Transfer-Encoding; send one of them"
                 raise ApiError(400, why, headers={"Connection": "close"})
             if scope.get(FULL) and scope["path"] != HEALTH:
@@ -74,8 +74,8 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
 
 
 async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a whole response, then close the connection; but let the client send what it has begun,
-    which would cut the response off otherwise (RFC 9112, 9.6)."""
+    """Send a whole response, let the client finish what it sends, then close the connection: an
+    earlier close would cut the response off (RFC 9112, 9.6)."""
     response.headers["connection"] = "close"
 
     async def closing(message: Message) -> None:
@@ -96,8 +96,8 @@ def _allowed_hosts(config: Config) -> set[str]:
 
 
 def _check_host(headers: Headers, config: Config) -> None:
-    """Refuse names that are not this server's. Where it listens on any address, an IP address is:
-    it cannot be rebound, a name can."""
+    """Refuse names that are not this server's. If it listens on any address, every IP address is
+    allowed: unlike a name, it cannot be rebound."""
     host = headers.get("host", "")
     name, listens = _name(HOST, host), _address(config.host)
     if listens and listens.is_unspecified and _address(name):
@@ -108,8 +108,8 @@ def _check_host(headers: Headers, config: Config) -> None:
 
 
 def _check_origins(headers: Headers, config: Config) -> None:
-    """Refuse pages of other sites: not of an allowed host, nor named by the settings, where a list
-    of hosts may have origins too."""
+    """Refuse pages of other sites: neither of an allowed host nor listed in the settings, whose
+    hosts may be origins too."""
     hosts = _allowed_hosts(config) | {_name(HOST, headers.get("host", ""))}
     named = {name.lower().rstrip("/") for name in config.allowed_origins + config.allowed_hosts}
     for origin in headers.getlist("origin"):
@@ -123,8 +123,8 @@ def _check_origins(headers: Headers, config: Config) -> None:
 
 def _name(form: re.Pattern[str], value: str) -> str:
     """The host name in the value of a header, "" if that is malformed."""
-    found = form.fullmatch(value.lower())
-    return found[1].strip("[]").removesuffix(".") if found else ""
+    match = form.fullmatch(value.lower())
+    return match[1].strip("[]").removesuffix(".") if match else ""
 
 
 def _address(name: str) -> IPv4Address | IPv6Address | None:
@@ -134,12 +134,12 @@ def _address(name: str) -> IPv4Address | IPv6Address | None:
 
 
 def _check_key(headers: Headers, key: str) -> None:
-    sent = headers.getlist("x-api-key")
+    keys = headers.getlist("x-api-key")
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        sent.append(token.strip())
-    for one in sent:
-        if hmac.compare_digest(one.encode("latin-1"), key.encode()):
+        keys.append(token.strip())
+    for candidate in keys:
+        if hmac.compare_digest(candidate.encode("latin-1"), key.encode()):
             return
     why = "the API key is missing or wrong; send it as Authorization: Bearer, or as x-api-key"
     raise ApiError(401, why, headers={"WWW-Authenticate": "Bearer"})

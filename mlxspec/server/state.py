@@ -1,7 +1,7 @@
 """What the endpoints share: the engine, the tokenizers on the text thread, and the list of
 generations for the page.
 
-Rule: text work never runs on the event loop, and as much of it may wait as the engine's queue may
+Rule: text work never runs on the event loop, and no more of it waits than the engine's queue may
 hold.
 """
 
@@ -37,7 +37,7 @@ LOADING_S = 600.0  # the same while a model is loading
 POLL_S = 0.5  # between checks that the engine still accepts requests and the client is there
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
-# Beginnings of names that are built into agents; they mean the default model.
+# Prefixes of names that are built into agents; they mean the default model.
 FAMILIES = ("claude-", "gpt-", "text-embedding-")
 
 MAX_NAME = 200  # characters
@@ -48,14 +48,14 @@ Row = Json  # figures of one generation, made by an Observer
 @dataclass
 class TextModel:
     """The text side of one served model, whether or not its weights are loaded. `defaults` are its
-    sampling settings. Only the text thread uses `history`, and asks `grammars`."""
+    sampling settings. Only the text thread uses `history` and `grammars`."""
 
     server: "ServerState"
     name: str
     tokenizer: Tokenizer
     defaults: Sampling
     grammars: Grammars
-    files: str  # their `stamp`
+    files: str  # the `stamp` of its files
     history: History = field(default_factory=History)
     images: ImageCache | None = None  # of a model that may see
 
@@ -71,8 +71,8 @@ class TextModel:
 @dataclass
 class ServerState:
     """What the endpoints of one server share. `paths` are the model directories by name, `note` a
-    remark for /health, such as safe mode. `live` has a function for each running generation that
-    makes its row, by id, and `finished` the rows of the last ones."""
+    remark for /health, such as safe mode. `live` has functions that make the rows of running
+    generations, by id; `finished` has the rows of the last ones."""
 
     worker: Worker
     config: Config
@@ -81,10 +81,10 @@ class ServerState:
     live: dict[str, Callable[[], Row]] = field(default_factory=dict)
     finished: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
     note: str = ""
-    recorder: Recorder | None = None  # where answers are to be kept for training
+    recorder: Recorder | None = None  # keeps answers for training, if set
     models: dict[str, TextModel] = field(default_factory=dict)  # those whose tokenizer is loaded
-    text_jobs: int = 0  # that somebody waits for
-    unread: int = 0  # bytes of bodies that are received and parsed
+    text_jobs: int = 0  # those that requests wait for
+    unread: int = 0  # bytes of bodies that are not answered yet
     imaging: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"))
     fetching: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fetch"))
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
@@ -102,7 +102,7 @@ class ServerState:
 
     async def on_text_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` on the text thread, after all that was submitted before. Raises Busy when too
-        much waits, Dead when the engine stops accepting requests, and what `work` raises."""
+        many jobs wait, Dead when the engine stops accepting requests, and what `work` raises."""
         if self.text_jobs >= self.config.max_queue + self.config.max_sequences:
             raise Busy(1)
         calls = [partial(work, *args)]
@@ -145,8 +145,8 @@ class ServerState:
             raise ApiError(409, why, "model") from error
 
     def resolve_name(self, name: str | None) -> str:
-        """The served model that `name`, its directory or its id on the hub means. Names that agents
-        have built in mean the default one. Raises ApiError 404."""
+        """The name of the served model with this name, directory or hub id. Names built into agents
+        mean the default model. Raises ApiError 404."""
         served = self.worker.models
         if name and name not in served:
             name = name.removesuffix(":latest")  # Ollama's clients add that
@@ -156,9 +156,9 @@ class ServerState:
         if name is None or name in ALIASES or (lenient and name.lower().startswith(FAMILIES)):
             return self.worker.info.name
         folder = "models--" + name.replace("/", "--")  # of the hub's cache
-        for own, path in self.paths.items():
+        for model, path in self.paths.items():
             if name == str(path) or folder in path.parts:
-                return own
+                return model
         names = ", ".join(map(repr, served))
         why = f"model = {name[:MAX_NAME]!r} is not served here; send {names} or 'default'"
         raise ApiError(404, why, param="model", code="model_not_found")
@@ -167,10 +167,10 @@ class ServerState:
         """The model that `name` means. Raises ApiError 404 for an unknown name, UserError when its
         tokenizer cannot be loaded."""
         name = self.resolve_name(name)
-        known = self.models.get(name)
+        model = self.models.get(name)
         # Another model may have been put into its directory since it was unloaded.
-        if known and self.worker.models[name].status == "unloaded":
-            if known.files != stamp(self.paths[name]):
+        if model and self.worker.models[name].status == "unloaded":
+            if model.files != stamp(self.paths[name]):
                 del self.models[name]
         if name not in self.models:
             await self.on_text_thread(self.open, name)
@@ -217,6 +217,6 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         return job.result()
     finally:
         job.cancel()
-        # An error after the client has left is nobody's.
+        # Nobody waits for an error after the client has left.
         await asyncio.gather(job, return_exceptions=True)
         del job, work  # break the cycle error -> traceback -> frame -> task -> error

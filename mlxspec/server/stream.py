@@ -1,7 +1,7 @@
-"""From the engine's outputs to pieces of an answer, and the protocol by which an API writes them.
-Pure: no connection, no clock.
+"""The pieces of an answer, made from the engine's outputs, and the protocol by which an API writes
+them. Pure: no connection, no clock.
 
-Rule: a stream and a whole body say the same, because both are made from the same pieces.
+Rule: a stream and a whole body have the same content, because both are made from the same pieces.
 """
 
 import json
@@ -20,9 +20,9 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 @dataclass(slots=True)
 class Piece:
-    """What a choice gained by one output, or by all so far. `parts`: those that later text cannot
-    change; a call's arguments may come over several pieces. `logprobs`: of the tokens whose text
-    this is. `starts`: where each one's begins in the choice's text, in characters."""
+    """What one output, or all so far, added to a choice. Later text does not change `parts`; the
+    arguments of a call may span several pieces. `logprobs` are those of the tokens with this text,
+    `starts` the offset of each token in the choice's text, in characters."""
 
     parts: list[Part] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass
 class Choice:
-    """One answer of a request. `index` is the one that the client sees."""
+    """One answer of a request. `index` is its index for the client."""
 
     index: int
     request: Request
@@ -45,7 +45,7 @@ class Choice:
     whole: Piece = field(default_factory=Piece)  # all pieces so far as one
     _logprobs: list[Logprob] = field(default_factory=list)  # until their text is released
     _starts: list[int] = field(default_factory=list)  # of tokens whose text may be held back
-    _sure: int = 0  # of these may be shown
+    _sure: int = 0  # how many of these may be shown
 
     def __post_init__(self) -> None:
         self.stops = self.reader.stops
@@ -53,7 +53,7 @@ class Choice:
             self.reader.stops = StopStrings()
 
     def take(self, output: Output) -> Piece:
-        """Add an output. Raises ApiError where the engine could not answer."""
+        """Add an output. Raises ApiError if the engine could not answer."""
         if output.finish in ("error", "abort"):
             self.finish = output.finish
             raise failure(output)
@@ -81,8 +81,8 @@ class Choice:
         return Piece(parts, logprobs, starts, finish=self.finish)
 
     def _release(self) -> None:
-        """Take the tokens whose text the reader has shown. They are sure where no stop string may
-        begin in it, and up to one that has."""
+        """Take the tokens whose text the reader has released. Before a stop string, and where none
+        may have begun, they may be shown."""
         self._starts += self.reader.released
         self.reader.released = []
         hidden = len(self.stops.pending) if self.parser else 0
@@ -98,24 +98,24 @@ class Choice:
         return [Part("content", text)] if text else []
 
     def _parts(self, output: Output) -> list[Part]:
-        """The parts of more tokens, up to a stop string in the content: in the reasoning and in
-        calls it is none. No token behind it is read."""
+        """The parts of an output's tokens, up to a stop string in the content; those in reasoning
+        and calls do not count. No token after it is read."""
         assert self.parser
-        made: list[Part] = []
+        parts: list[Part] = []
         groups = [[token] for token in output.tokens] if self.stops.strings else [output.tokens]
         for tokens in groups:
-            made += self._up_to_stop(self.parser.feed(self.reader.feed(tokens)))
-            made += self._stop_in_space(self.parser.space)
+            parts += self._up_to_stop(self.parser.feed(self.reader.feed(tokens)))
+            parts += self._stop_in_space(self.parser.space)
             if self.stops.stopped is not None:
-                return made
+                return parts
             self._release()
         if output.finish is not None:
             last = self.parser.feed(self.reader.finish())
             last += self.parser.finish(cut=output.finish == "length")
-            made += self._up_to_stop(last)
+            parts += self._up_to_stop(last)
             if self.stops.stopped is None and self.stops.pending:
-                made.append(Part("content", self.stops.flush()))
-        return made
+                parts.append(Part("content", self.stops.flush()))
+        return parts
 
     def _stop_in_space(self, space: str) -> list[Part]:
         """The content up to a stop string of white space, which the parser holds back."""
@@ -127,15 +127,15 @@ class Choice:
         return [Part("content", text)] if text else []
 
     def _up_to_stop(self, parts: Sequence[Part]) -> list[Part]:
-        made = []
+        shown = []
         for part in parts:
             if part.kind != "content":
-                made += [Part("content", self.stops.flush()), part]
+                shown += [Part("content", self.stops.flush()), part]
                 continue
-            made.append(Part("content", self.stops.feed(part.text)))
+            shown.append(Part("content", self.stops.feed(part.text)))
             if self.stops.stopped is not None:
                 break
-        return [part for part in made if part.text or part.call]
+        return [part for part in shown if part.text or part.call]
 
     @property
     def calls(self) -> list[Call]:
@@ -143,16 +143,15 @@ class Choice:
 
     @property
     def called(self) -> bool:
-        """Whether it finished with tool calls. A stop string that cuts a call is
-        the reason of its own."""
+        """Whether it finished with tool calls, none of them cut by a stop string."""
         ends = [part.ends for part in self.whole.parts if part.call]
         whole = ends and (ends[-1] or self.stops.stopped is None)
         return bool(whole) and self.finish == "stop"
 
     @property
     def kept(self) -> int:
-        """Drafted tokens that are part of the answer. A round brings its accepted tokens and one
-        more; the engine's count goes beyond a stop among them."""
+        """Drafted tokens that are part of the answer. A round yields its accepted tokens and one
+        more; the engine also counts those after a stop string."""
         return min(self.output.accepted, max(0, self.reader.count - self.output.rounds + 1))
 
 
@@ -178,10 +177,10 @@ def failure(output: Output) -> ApiError:
 
 @dataclass
 class Usage:
-    """The figures of a response: token counts, in `rounds` that sampled. Of `drafted` tokens,
-    `kept` are part of the answers; `read` counts the prompt while it is read. `first` and `seconds`
-    are times since the request arrived: of the first token, 0 before there is one, and now. `rate`
-    is in tokens/s after the first one."""
+    """The figures of a response: token counts, and the `rounds` that sampled. Of `drafted` tokens,
+    `kept` are part of the answers; `read` counts prompt tokens while the prompt is read. `first`
+    and `seconds` are seconds since the request arrived: at the first token, 0 before it, and now.
+    `rate` is in tokens/s after the first token."""
 
     prompt: int = 0
     generated: int = 0
@@ -200,7 +199,7 @@ class ResponseWriter(Protocol):
 
     id: str
     media: str = "text/event-stream"
-    comment: bytes = b": keep-alive\n\n"  # empty where there are none
+    comment: bytes = b": keep-alive\n\n"  # empty in formats without comments
 
     def opening(self, usage: Usage) -> bytes:
         """The first events of a stream; only `usage.prompt` is known yet."""
@@ -208,10 +207,10 @@ class ResponseWriter(Protocol):
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """The events of one piece, b"" if it has none."""
 
-    def progress(self, usage: Usage, asked: bool) -> bytes:
-        """How much of the prompt was read: a comment and, if `asked` for, llama.cpp's event."""
+    def progress(self, usage: Usage, as_event: bool) -> bytes:
+        """How much of the prompt was read: a comment and, with `as_event`, llama.cpp's event."""
         data = b": prompt %d of %d\n\n" % (usage.read, usage.prompt)
-        if asked:
+        if as_event:
             counts = {
                 "total": usage.prompt,
                 "cache": usage.cached,
@@ -221,7 +220,7 @@ class ResponseWriter(Protocol):
             data += event({"choices": [], "prompt_progress": counts})
         return data
 
-    def still_here(self) -> bytes:
+    def keepalive(self) -> bytes:
         """An event without content, for clients that ignore comments."""
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:
@@ -234,7 +233,7 @@ class ResponseWriter(Protocol):
         """The whole response."""
 
     def generated(self, choices: Choices, usage: Usage) -> Json:
-        """What a response that fails says beside its error: nothing."""
+        """Fields of a response that fails, beside its error: none."""
         return {}
 
 
@@ -250,26 +249,26 @@ def typed_event(kind: str, **fields: Any) -> bytes:
 
 
 def texts(piece: Piece) -> dict[str, str]:
-    """What its parts of each kind say."""
-    made = {"content": "", "reasoning": "", "call": ""}
+    """The text of its parts, by their kind."""
+    joined = {"content": "", "reasoning": "", "call": ""}
     for part in piece.parts:
-        made[part.kind] += part.text
-    return made
+        joined[part.kind] += part.text
+    return joined
 
 
 def message(choice: Choice) -> Json:
     """An answer as the chat message that the client sends back with the next turn."""
-    said = texts(choice.whole)
-    made: Json = {"role": "assistant", "content": said["content"]}
-    if said["reasoning"]:
-        made["reasoning_content"] = said["reasoning"]
+    text = texts(choice.whole)
+    turn: Json = {"role": "assistant", "content": text["content"]}
+    if text["reasoning"]:
+        turn["reasoning_content"] = text["reasoning"]
     if choice.calls:
-        made["tool_calls"] = [spelled(call) for call in choice.calls]
-        made["content"] = said["content"] or None
-    return made
+        turn["tool_calls"] = [call_object(call) for call in choice.calls]
+        turn["content"] = text["content"] or None
+    return turn
 
 
-def spelled(call: Call) -> Json:
+def call_object(call: Call) -> Json:
     """A call in OpenAI's chat format."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -277,13 +276,13 @@ def spelled(call: Call) -> Json:
 
 def usage(choices: Choices) -> Usage:
     """Token counts. A prompt counts once for all its choices."""
-    made = Usage()
+    total = Usage()
     for choice in choices:
         if choice.index % choice.request.n == 0:  # the first one of its request
-            made.prompt += len(choice.request.prompt)
-            made.cached += choice.output.cached
-        made.generated += choice.reader.count
-        made.drafted += choice.output.drafted
-        made.kept += choice.kept
-        made.rounds += choice.output.rounds
-    return made
+            total.prompt += len(choice.request.prompt)
+            total.cached += choice.output.cached
+        total.generated += choice.reader.count
+        total.drafted += choice.output.drafted
+        total.kept += choice.kept
+        total.rounds += choice.output.rounds
+    return total

@@ -86,7 +86,7 @@ def serve(
                 log.warning("%s; `mlxspec service restart` ends it", note)
             from mlxspec.server.process import serve_model  # fails in a broken installation
 
-            serve_model(config, listener.dup(), note=note, ended=ended)
+            serve_model(config, listener.dup(), note=note, on_exit=ended)
         except (UserError, ImportError, OSError) as error:
             ended(0)  # not a crash, however it ends
             refuse(listener, f"{error}; then run: mlxspec service restart")

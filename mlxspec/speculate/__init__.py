@@ -1,4 +1,4 @@
-"""Speculation: who proposes tokens for the target to verify.
+"""Speculation: drafters propose tokens, which the target verifies.
 
 Rule: a drafter can change how fast tokens come, never which: only the target's own samples are
 emitted.
@@ -26,10 +26,10 @@ class Drafter(Protocol):
         """The sequence starts; its prompt is in `seq.tokens`."""
 
     def options(self, seq: Seq) -> list[Proposal]:
-        """What it could draft now, with what its acceptance rates depend on and its costs."""
+        """Proposals of what it could draft now, with the keys of their rates and their costs."""
 
     def chosen(self, plan: Plan) -> list[Entry]:
-        """The entries of which a proposal of its own is to be drafted."""
+        """The entries for which one of its proposals is to be drafted."""
         return [e for e in plan if e.proposal and e.proposal.drafter is self]
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
@@ -40,22 +40,22 @@ class Drafter(Protocol):
         """A step was committed."""
 
     def learn_seconds(self, seconds: float, depth: int) -> None:
-        """Drafting `depth` tokens took so long."""
+        """Drafting `depth` tokens took `seconds`."""
         return None
 
     def end(self, seq: Seq) -> None:
         """The sequence has finished or was aborted."""
 
     def clear(self) -> None:
-        """Drop what is remembered of sequences that ended, beside what lies in blocks."""
+        """Forget sequences that ended, except for what is in blocks."""
         return None
 
     def close(self) -> None:
-        """It failed and is not asked again: let go of all that it holds."""
+        """It failed and is not called again: release everything that it holds."""
 
 
 class Speculator(Protocol):
-    """What the engine asks: the Proposer, or nothing, which is what the bodies here do."""
+    """The engine's view of drafting: the Proposer, or nothing, which is what the bodies here do."""
 
     def begin(self, seq: Seq) -> None:
         """The sequence starts."""
@@ -74,7 +74,7 @@ class Speculator(Protocol):
         return None
 
     def observe(self, step: Step, accepted: Sequence[Accepted], seconds: float) -> None:
-        """A step was committed; it took so long (0: its time says nothing)."""
+        """A step was committed; it took `seconds` (0: its time says nothing)."""
         return None
 
     def end(self, seq: Seq) -> None:
@@ -82,7 +82,7 @@ class Speculator(Protocol):
         return None
 
     def clear(self) -> None:
-        """Drop what is remembered of sequences that ended."""
+        """Forget sequences that ended."""
         return None
 
 

@@ -1,7 +1,7 @@
 """Measures what a step costs on this machine, by its rows and its context; once for each model.
 
-Rule: the steps measured take SECONDS, or as long as those of FIRST_ROWS take; what lies between is
-interpolated, and the controller corrects it by the steps that follow.
+Rule: measuring ends after SECONDS, but not before the steps of FIRST_ROWS. Costs in between are
+interpolated, and the controller corrects them by the steps that follow.
 """
 
 import time
@@ -21,15 +21,15 @@ SECONDS = 1.0
 TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 FIRST_ROWS = (1, 2, 4, 8, 32)
-FEW = 4  # rows of most steps: they are measured TURNS times, as one that was disturbed parks drafts
-LONG_ROWS = (1, 8, 32)  # measured with the long one: what it adds grows evenly in between
-MORE = GRID[-1] + 1  # tokens behind a context that a measurement needs room for
+FEW = 4  # rows of most steps: measured TURNS times, as a disturbed measurement would park drafts
+LONG_ROWS = (1, 8, 32)  # measured with the long context too: its extra cost is linear in between
+MORE = GRID[-1] + 1  # tokens of room that a measurement needs behind a context
 MEASURED = CONTEXTS[1] + MORE
 
 
 def contexts_in(capacity: int) -> tuple[int, int]:
-    """The contexts to measure in blocks for so many tokens; the second is below 1 if they are too
-    few."""
+    """The contexts to measure in blocks for `capacity` tokens; the second is below 1 if these are
+    too few."""
     short, long = CONTEXTS
     long = min(long, capacity - MORE)
     return min(short, long), long
@@ -37,13 +37,13 @@ def contexts_in(capacity: int) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Calibration:
-    """Measures what a step of one sequence with 1 to 32 rows costs after so many tokens. It can be
-    interrupted between two steps and goes on there."""
+    """Measures the cost of a step of one sequence with 1 to 32 rows after so many tokens. It can be
+    interrupted between two steps and continues there."""
 
     runner: Runner
     contexts: tuple[int, int]
     _steps: list[tuple[int, int]] = field(init=False)  # (rows, index of its context)
-    _least: int = 0  # of these, which are measured however long they take
+    _least: int = 0  # of these are measured, however long they take
     _done: int = 0
     _seconds: float = 0.0
     # Seconds [contexts, rows of GRID], the best of each.
@@ -76,17 +76,17 @@ class Calibration:
                 break
             check()
             report(self._done, len(self._steps))
-            took = time_step(self.runner, table, self.contexts[i], rows=rows)
+            seconds = time_step(self.runner, table, self.contexts[i], rows=rows)
             at = i, GRID.index(rows)
-            self._best[at] = min(self._best[at], took)
-            self._seconds += took
+            self._best[at] = min(self._best[at], seconds)
+            self._seconds += seconds
             self._done += 1
         return self._costs()
 
     def _costs(self) -> Costs:
         low = _filled(np.minimum(*self._best))
         times = np.array([low, low + _filled(self._best[1] - low)])
-        # More rows and more context are never cheaper. What says so was disturbed, which adds time.
+        # More rows and more context are never cheaper: a step slower than a larger one is noise.
         times = times[::-1, ::-1]
         for axis in range(2):
             times = np.minimum.accumulate(times, axis)
@@ -97,14 +97,14 @@ class Calibration:
 
 
 def _filled(values: np.ndarray) -> np.ndarray:
-    """By rows of GRID, with what lies between two measured ones."""
-    known = np.isfinite(values)
-    return np.array(np.interp(GRID, np.array(GRID)[known], values[known]))
+    """By rows of GRID, with values between measured ones interpolated."""
+    measured = np.isfinite(values)
+    return np.array(np.interp(GRID, np.array(GRID)[measured], values[measured]))
 
 
 def time_step(runner: Runner, table: list[int], context: int, rows: int) -> float:
-    """Seconds of a step with `rows` rows after `context` tokens, sampled at temperature 1, whose
-    draft is nearly always rejected. What the blocks and the state hold does not matter."""
+    """Seconds of a step with `rows` rows after `context` tokens, sampled at temperature 1, with a
+    draft that is nearly always rejected. The content of blocks and state does not matter."""
     span = unused_span(runner, table, context)
     span.draft = Draft([0 for _ in range(rows - 1)])
     began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""What drafters have in common that chain passes: one for each token, drawn as the target draws.
+"""Drafts by a chain of passes, one for each token, which is sampled as the target samples.
 
-Rule: a pass is submitted before the next is built, and nothing is waited for.
+Rule: a pass is submitted before the next is built, and nothing waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ from mlxspec.sequences import Entry, Plan, Span, Spans
 from mlxspec.speculate.controller import corrected
 from mlxspec.types import Sampling
 
-MAX_CHAIN = 8  # tokens that are drafted at most: each takes a pass
+MAX_CHAIN = 8  # drafted tokens, at most: each takes a pass
 LIKELIEST = "likeliest"  # draft greedily at any temperature
 MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
 
 
 @dataclass(slots=True)
 class DraftCosts:
-    """Seconds of a drafted token, and of drafting at all; guesses until they are measured."""
+    """Seconds per drafted token, and per draft; guesses until they are measured."""
 
     token: float = 1e-6
     fixed: float = 0.0
 
     def measure(self, seconds: Callable[[int], float], longest: int) -> None:
-        """`seconds(depth)`: what a draft took."""
+        """`seconds(depth)` times a draft."""
         seconds(longest)  # the first compiles
         one = min(seconds(1) for _ in range(3))
         more = min(seconds(longest) for _ in range(3))
@@ -37,14 +37,14 @@ class DraftCosts:
         log.info("a draft takes %.1f ms and %.1f ms a token", 1e3 * self.fixed, 1e3 * self.token)
 
     def learn(self, seconds: float, depth: int) -> None:
-        """A draft of `depth` tokens took so long."""
+        """A draft of `depth` tokens took `seconds`."""
         ratio = corrected(seconds / (self.fixed + depth * self.token))
         self.token *= ratio
         self.fixed *= ratio
 
 
 def sampling_of(e: Entry) -> Sampling:
-    """How an entry's draft is drawn: without penalties, which need counts of tokens that the host
+    """How an entry's draft is sampled: without penalties, which need counts of tokens that the host
     has not read. The target applies them."""
     sampling, keys = e.kept.sampling, e.proposal.rate_keys
     likeliest = len(keys) > 0 and keys[0][1] == LIKELIEST
@@ -61,19 +61,19 @@ def sampling_of(e: Entry) -> Sampling:
 
 
 def deepest_first(entries: Plan) -> list[Entry]:
-    """The entries in an order in which each pass has the first ones of the one before it, and
+    """The entries in an order in which each pass has the first entries of the pass before it, and
     similar contexts, which share a call of attention, are neighbours."""
     return sorted(entries, key=lambda e: (-e.depth, e.start))
 
 
 @dataclass(slots=True)
 class Chain:
-    """Drafts of `depths` tokens, the deepest first, which are drawn one token after the other by
+    """Drafts of `depths` tokens, the deepest first, which are sampled one token after the other by
     their `samplings`.
 
-    `spans` want one more token: each ends at its last one, of `tokens` int32 [n], and its positions
-    shift by `shift`. Those of the shallower drafts leave it first. `drafts`, once all are drawn:
-    int32 [depth] of each.
+    `spans` need one more token: each ends at its newest one, in `tokens` int32 [n], with positions
+    shifted by `shift`. Those of the shallower drafts leave first. `drafts`, once all tokens are
+    sampled: int32 [depth] each.
     """
 
     spans: Spans
@@ -82,27 +82,27 @@ class Chain:
     shift: Shift
     tokens: mx.array
     drafts: list[mx.array] = field(default_factory=list)
-    _drawn: list[mx.array] = field(default_factory=list)
+    _sampled: list[mx.array] = field(default_factory=list)
 
-    def draw(self, logits: mx.array) -> None:
-        """Draw the next token of each span from logits [n, vocab], with the target's noise of its
-        position."""
+    def sample_next(self, logits: mx.array) -> None:
+        """Sample the next token of each span from logits [n, vocab], with the target's noise for
+        its position."""
         rows = []
         for e, sampling in zip(self.spans, self.samplings, strict=False):
             rows.append(SampledRow(e, sampling, e.end))
         none = mx.zeros((0,), mx.int32)
-        drawn = sample(logits, rows, none, shift=self.shift, checked=False).tokens
-        self._drawn.append(drawn)
-        n = sum(depth > len(self._drawn) for depth in self.depths)
+        sampled = sample(logits, rows, none, shift=self.shift, checked=False).tokens
+        self._sampled.append(sampled)
+        n = sum(depth > len(self._sampled) for depth in self.depths)
         self.spans = [_next(e) for e in self.spans[:n]]
-        self.tokens = drawn[:n]
+        self.tokens = sampled[:n]
         if self.shift is not None:
             self.shift = self.shift[:n]
         if not n:
             self.drafts = [self._draft(i, depth) for i, depth in enumerate(self.depths)]
 
     def _draft(self, i: int, depth: int) -> mx.array:
-        return mx.concatenate([drawn[i : i + 1] for drawn in self._drawn[:depth]])
+        return mx.concatenate([tokens[i : i + 1] for tokens in self._sampled[:depth]])
 
 
 def _next(e: Span) -> Span:

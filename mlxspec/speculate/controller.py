@@ -1,8 +1,8 @@
-"""How many tokens to draft, for every sequence of a step: the most expected tokens per second.
+"""How many tokens to draft for each sequence of a step, for the most expected tokens per second.
 
-Rule: rows are the scarce resource. Every drafted position competes, by its chance to be accepted,
-for a number of rows that the measured cost of a step makes worth while. A bad drafter, a high
-temperature or a large batch need no rule of their own: they lower a rate or raise a cost.
+Rule: rows are the scarce resource. Drafted positions compete, by their chance to be accepted, for
+the number of rows that is worth its measured cost in a step. A bad drafter, a high temperature or a
+large batch need no rule of their own: they lower a rate or raise a cost.
 """
 
 import math
@@ -26,7 +26,7 @@ PROBE_INTERVALS = (8, 128)  # rounds, shortest and longest: a wrong cost is foun
 INNOVATION = 0.25  # one observed time moves a cost by this part at most
 CORRECTION = 0.1  # weight of one observed time
 
-# (source, how its tokens are drawn, position); of a copy (source, matching tokens)
+# (source, how its tokens are sampled, position); for a copy (source, bucket of matching tokens)
 Key = tuple[Any, ...]
 Curve = Sequence[float]  # seconds by rows, or rates by depth
 Floats = npt.NDArray[np.float64]
@@ -36,11 +36,11 @@ Floats = npt.NDArray[np.float64]
 class Proposal:
     """What one drafter could draft for one sequence.
 
-    `rate_keys` say by token what its acceptance rate depends on, `rates` are these rates, each
-    given that the tokens before it were accepted. `seconds` is the cost of one more token, `fixed`
-    that of drafting at all: copies have neither, a chain of passes has the first, a block that is
-    drafted in one pass the second. `tokens` are there if they are known already; `drafter` is set
-    by the Proposer.
+    `rate_keys` say what each token's acceptance rate depends on, `rates` are these rates, each on
+    condition that the tokens before it were accepted. `seconds` is the cost of one more token,
+    `fixed` that of drafting at all: copies have neither, a chain of passes has the first, a block
+    that is drafted in one pass the second. `tokens` are set if they are known already; `drafter` is
+    set by the Proposer.
     """
 
     source: str
@@ -52,7 +52,7 @@ class Proposal:
     drafter: Any = None
 
     @property
-    def reached(self) -> list[float]:
+    def cumulative(self) -> list[float]:
         """For each token the chance that it and those before it are accepted."""
         return list(accumulate(self.rates, mul))
 
@@ -90,7 +90,7 @@ class Costs:
     """Seconds of a step by its rows and its context, as measured, corrected by what steps took.
 
     `measured[i][j]` is a step of `rows[j]` rows with `contexts[i]` tokens of context over all its
-    sequences; between these it is interpolated, beyond them the last slope goes on. `factors`
+    sequences; between these it is interpolated, beyond them the last slope continues. `factors`
     correct it, by mode: "exact" steps waited for the tokens before them, "overlap" steps did not.
     """
 
@@ -107,9 +107,9 @@ class Costs:
         measured = low + position * (high - low)
         *_, before, last = self.rows
         rise = max(0.0, measured[-1] - measured[-2])  # more rows are never cheaper
-        each = np.arange(1.0, rows + 1)
-        beyond = np.maximum(0.0, each - last) * (rise / (last - before))
-        forward = np.interp(each, self.rows, measured) + beyond
+        counts = np.arange(1.0, rows + 1)
+        beyond = np.maximum(0.0, counts - last) * (rise / (last - before))
+        forward = np.interp(counts, self.rows, measured) + beyond
         seconds: Floats = np.maximum(forward, 1e-9)
         return seconds * self.factors.get(mode, 1.0)
 
@@ -125,14 +125,14 @@ class Costs:
 
 
 def corrected(ratio: float) -> float:
-    """The factor for an estimate whose truth was once `ratio` times as large."""
+    """The factor for an estimate after one measurement of `ratio` times its value."""
     change = max(-INNOVATION, min(INNOVATION, ratio - 1))
     return 1 + CORRECTION * change
 
 
 @dataclass
 class Controller:
-    """Decides from measured `costs`, which must be known before it is asked, and learned rates;
+    """Decides from measured `costs`, which must be set before it decides, and learned rates;
     `prior(key)` is the rate of a key that was never tried. `padded`: in a step, all sequences have
     as many rows as the longest draft."""
 
@@ -145,7 +145,7 @@ class Controller:
         self.overall = cache(self.rate.of)  # until the next round is learned
 
     def begin(self) -> AcceptanceRate:
-        """The rates of a sequence, which start from those of all."""
+        """The rates of one sequence, which start from those of all."""
         return AcceptanceRate(self.overall)
 
     def decide(
@@ -197,8 +197,8 @@ def tokens_per_second(option: Proposal, curve: Curve, base: int) -> float:
     `option`."""
     best = 0.0
     tokens = float(base)
-    for depth, (reached, step) in enumerate(zip(option.reached, curve[base:], strict=False), 1):
-        tokens += reached
+    for depth, (chance, step) in enumerate(zip(option.cumulative, curve[base:], strict=False), 1):
+        tokens += chance
         seconds = step + option.fixed + option.seconds * depth
         best = max(best, tokens / seconds)
     return best
@@ -218,17 +218,17 @@ def share(
     sequences at once: one token more costs its seconds once, and its fixed cost is paid once.
     """
     base = len(options)
-    positions = []  # (order, depth, chance to be reached and accepted, sequence, a model's passes)
+    positions = []  # (order, depth, cumulative chance, sequence, a model's passes)
     seconds = fixed = 0.0
     for i, option in enumerate(options):
         if option is None:
             continue
         seconds = max(seconds, option.seconds)
         fixed = max(fixed, option.fixed)
-        for depth, reached in enumerate(option.reached, 1):
+        for depth, chance in enumerate(option.cumulative, 1):
             passes = depth if option.seconds or option.fixed else 0
-            order = depth if padded else -reached
-            positions.append((order, depth, reached, i, passes))
+            order = depth if padded else -chance
+            positions.append((order, depth, chance, i, passes))
     positions.sort()
     best = [0 for _ in options]
     best_speed = base / plain
@@ -237,13 +237,13 @@ def share(
         depths = [0 for _ in options]
         tokens = float(base)
         rows = base
-        for _, depth, reached, i, needed in positions:
+        for _, depth, chance, i, needed in positions:
             row = base + depth if padded else rows + 1
             if needed > passes or row > len(curve):
                 continue
             rows = row
             depths[i] += 1
-            tokens += reached
+            tokens += chance
             speed = tokens / (curve[rows - 1] + drafting)
             if speed > best_speed:
                 best = depths.copy()

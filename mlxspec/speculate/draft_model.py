@@ -1,8 +1,8 @@
-"""A small model of the same vocabulary that drafts for a large one. For the drafter it is a head,
-one that reads tokens and no hidden states.
+"""A small model of the same vocabulary that drafts for a large one. For the drafter it is a head
+that reads tokens and no hidden states.
 
-Rule: its KV lies under the target's block ids, in pools of its own, so that a prefix hit serves
-both. What a step in flight will bring is taken lazily from it.
+Rule: its KV is under the target's block ids, in pools of its own, so that a prefix hit serves both.
+Tokens of a step in flight are taken lazily from it.
 """
 
 from dataclasses import dataclass, replace
@@ -22,23 +22,23 @@ from mlxspec.types import UNLIMITED
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     """`runner` runs the draft model over as many blocks as the target has; `vocab` is the width of
-    the target's logits. `own_vocab` and `context` are the draft model's: ids beyond are read as its
-    last, longer sequences get no draft."""
+    the target's logits. `draft_vocab` and `context` are the draft model's: higher ids are read as
+    its last one, longer sequences get no draft."""
 
     runner: Runner
     vocab: int
-    own_vocab: int = UNLIMITED
+    draft_vocab: int = UNLIMITED
     context: int = UNLIMITED
 
     def __call__(self, spans: Spans, ids: Array, shift: Shift) -> Array:
         """Logits [n, vocab] of the sampled rows: -inf for tokens that the draft model lacks."""
-        ids = mx.minimum(ids, self.own_vocab - 1)
+        ids = mx.minimum(ids, self.draft_vocab - 1)
         logits = self.runner.forward_rows(spans, ids, shift)[:, : self.vocab]
         lacking = self.vocab - logits.shape[-1]
         return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
 
     def head(self) -> HeadModel:
-        """What drafts with it."""
+        """The head that drafts with it."""
         return HeadModel(
             "model",
             DraftPass,
@@ -56,12 +56,12 @@ class DraftPass(Pass):
 
     def __init__(self, head: HeadModel, runner: Runner) -> None:
         self.model: DraftModel = head.module
-        own = self.model.runner
-        own.view.allocated = runner.view.allocated  # the target's runner grows its pools
-        self.pages = flat_caches(own.caches)
+        draft_runner = self.model.runner
+        draft_runner.view.allocated = runner.view.allocated  # the target's runner grows its pools
+        self.pages = flat_caches(draft_runner.caches)
 
     def can_draft(self, seq: Seq) -> bool:
-        """Not behind another's drafts in flight, which it would have to read."""
+        """Not behind another drafter's drafts in flight, which it would have to read."""
         if seq.inflight_drafts and seq.flight[-1].draft.source != "model":
             return False
         return seq.known + seq.inflight_drafts + MAX_CHAIN <= self.model.context
@@ -75,7 +75,7 @@ class DraftPass(Pass):
         if spans:
             self.model(spans, build_inputs(spans, None, None), None)
 
-    def draw(self, rows: HeadInput, chain: Chain) -> None:
+    def draft(self, rows: HeadInput, chain: Chain) -> None:
         first = starts_of(rows.spans)
         unread = {run.kept: run for run in rows.spans}
         spans = []
@@ -94,9 +94,9 @@ class DraftPass(Pass):
             spans.append(replace(e, start=e.start - count, count=1 + count))
         at = mx.array(places)
         if shifted and chain.shift is not None:
-            where, of = mx.array(shifted).T
-            at = at.at[where].add(chain.shift[of])
+            where, owners = mx.array(shifted).T
+            at = at.at[where].add(chain.shift[owners])
         ids = mx.concatenate([rows.tokens, chain.tokens])[at]
-        chain.draw(self.model(spans, ids, chain.shift))
+        chain.sample_next(self.model(spans, ids, chain.shift))
         while chain.spans:
-            chain.draw(self.model(chain.spans, chain.tokens, chain.shift))
+            chain.sample_next(self.model(chain.spans, chain.tokens, chain.shift))

@@ -1,7 +1,7 @@
-"""Drafts by copying: what followed the last time that the text went as it goes now, in this
-sequence (prompt lookup, Saxena 2023) or in past answers (SuffixDecoding, arXiv 2411.04975).
+"""Drafts by copying: what followed an earlier occurrence of the newest tokens, in this sequence
+(prompt lookup, Saxena 2023) or in past answers (SuffixDecoding, arXiv 2411.04975).
 
-Rule: to add a token and to find the longest earlier match take constant time. A copy needs tokens
+Rule: adding a token and finding the longest earlier match take constant time. A copy needs tokens
 that the host has read.
 """
 
@@ -21,8 +21,8 @@ LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest
 MAX_CANDIDATES = 12  # latest occurrences of an n-gram that are compared
 MAX_MATCH = 64  # tokens that a comparison goes back
 NOWHERE = 1 << 62  # a position after every text
-MAX_MISSES = 4  # rounds without an accepted token after which a copy is given up
-SEPARATOR = -1  # between texts; equal to no token. What is below 0 is not copied: images neither
+MAX_MISSES = 4  # rounds without an accepted token after which a copy is dropped
+SEPARATOR = -1  # between texts; equal to no token. No id below 0 is copied
 
 CORPUS_TOKENS = 1 << 17  # of past outputs; about 30 MB with their index
 CONTEXT = 8  # tokens of a prompt's end that are kept with the output that followed
@@ -38,15 +38,15 @@ Matches = list[tuple[int, int]]  # (matching tokens, position of the last of the
 
 @dataclass(slots=True)
 class Index:
-    """A growing text of token ids, of which the first `indexed` tokens can be found, by the places
-    where each n-gram ends."""
+    """A growing text of token ids; its first `indexed` tokens can be searched, by the positions at
+    which each n-gram ends."""
 
     tokens: list[int] = field(default_factory=list)
     indexed: int = 0
     _ends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def index(self, most: int) -> int:
-        """Index up to `most` further tokens. Returns how many were."""
+        """Index up to `most` further tokens. Returns their number."""
         first = self.indexed
         self.indexed = min(len(self.tokens), first + most)
         for size in (LONG, SHORT):
@@ -57,22 +57,22 @@ class Index:
         return self.indexed - first
 
     def find(self, context: Sequence[int]) -> Matches:
-        """Earlier texts that end as `context` does and go on, the longest first, then the latest.
-        At least SHORT tokens match."""
+        """Earlier texts that end as `context` does and continue, the longest first, then the
+        latest. At least SHORT tokens match."""
         for size in (LONG, SHORT):
-            found = []
+            matches = []
             key = hash((size, *context[-size:]))
             for end in self._ends.get(key, [])[-MAX_CANDIDATES:]:
                 length = self._common(context, end)
                 following = self.tokens[end + 1 : end + 2]
                 if length >= size and following and following[0] >= 0:
-                    found.append((length, end))
-            if found:
-                return sorted(found, reverse=True)
+                    matches.append((length, end))
+            if matches:
+                return sorted(matches, reverse=True)
         return []
 
     def _common(self, context: Sequence[int], end: int) -> int:
-        """How many tokens up to `end` equal the last ones of `context`."""
+        """The number of tokens up to `end` that equal the last ones of `context`."""
         start = max(0, end + 1 - MAX_MATCH)
         text = self.tokens[start : end + 1]
         same = map(eq, reversed(text), reversed(context))
@@ -94,8 +94,8 @@ class Index:
 class Lookup:
     """The text of one sequence: what its client predicted, its prompt, its output.
 
-    Where nothing matches, the last copy goes on after the token that was rejected: an edit often
-    replaces a word and leaves what follows. It is dropped after MAX_MISSES consecutive rounds
+    If nothing matches, the last copy continues after the token that was rejected: an edit often
+    replaces a word and keeps what follows. It is dropped after MAX_MISSES consecutive rounds
     without an accepted token, whichever drafter proposed them.
     """
 
@@ -112,20 +112,20 @@ class Lookup:
             self._cursor = 0
 
     def feed(self, tokens: Sequence[int], most: int) -> int:
-        """`tokens` are all of the sequence so far. Index up to `most` of them; returns how many
-        were."""
-        known = len(self._index.tokens) - self._offset
-        self._index.tokens += tokens[known:]
+        """`tokens` are all of the sequence so far. Index up to `most` of them; returns their
+        number."""
+        length = len(self._index.tokens) - self._offset
+        self._index.tokens += tokens[length:]
         return self._index.index(most)
 
     def propose(self, most: int) -> Proposal | None:
         """What followed the longest earlier match, or the rest of the last copy."""
         tokens = self._index.tokens
         start = max(self._offset, len(tokens) - MAX_MATCH)
-        found = self._index.find(tokens[start:])
-        if found:
-            self._cursor = found[0][1] + 1
-            return self._index.copy("lookup", *found[0], most)
+        matches = self._index.find(tokens[start:])
+        if matches:
+            self._cursor = matches[0][1] + 1
+            return self._index.copy("lookup", *matches[0], most)
         following = tokens[self._cursor : self._cursor + 1]
         if self._misses >= MAX_MISSES or not following or following[0] < 0:
             return None
@@ -158,20 +158,20 @@ class Corpus:
         self._index.tokens += new
 
     def index(self, most: int) -> int:
-        """Index up to `most` further tokens. Returns how many were."""
+        """Index up to `most` further tokens. Returns their number."""
         return self._index.index(most)
 
     def propose(self, context: Sequence[int], most: int) -> Proposal | None:
         """What followed the longest earlier match."""
-        found = self._index.find(context)
-        if not found:
+        matches = self._index.find(context)
+        if not matches:
             return None
-        return self._index.copy("suffix", *found[0], most)
+        return self._index.copy("suffix", *matches[0], most)
 
 
 @dataclass(slots=True)
 class NgramDrafter(Drafter):
-    """Copies from the sequence itself and from past answers, and what a grammar forces."""
+    """Copies from the sequence itself and from past answers, and tokens that a grammar forces."""
 
     corpus: Corpus = field(default_factory=Corpus)
     name: str = "copy"
@@ -202,11 +202,11 @@ class NgramDrafter(Drafter):
         forced: tuple[int, ...] = ()
         if seq.matcher is not None:
             forced = tuple(seq.matcher.forced(most))
-        found = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
-        if forced and not found:
+        proposals = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
+        if forced and not proposals:
             keys = [FORCED for _ in forced]
-            found.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))
-        return found
+            proposals.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))
+        return proposals
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
         for e in self.chosen(plan):
@@ -214,15 +214,15 @@ class NgramDrafter(Drafter):
             e.draft = Draft(proposal.tokens[: e.depth], proposal.source, proposal.rate_keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
-        left = INDEXED_PER_STEP
-        left -= self.corpus.index(left)
+        budget = INDEXED_PER_STEP
+        budget -= self.corpus.index(budget)
         for e, new in zip(step.plan, accepted, strict=True):
             if e.seq.finish is not None:
                 continue
             lookup = self._live[e.seq]
             if new.tokens:
                 lookup.advance(new.drafts)
-            left -= lookup.feed(e.seq.tokens, left)
+            budget -= lookup.feed(e.seq.tokens, budget)
 
 
 def bucket(match: int) -> int:

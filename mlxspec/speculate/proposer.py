@@ -1,5 +1,5 @@
-"""Chooses, for every sequence of a step, which drafter drafts and how many tokens: what brings the
-most expected tokens per second. What vLLM calls a proposer is a Drafter here.
+"""Chooses which drafter drafts for each sequence of a step, and how many tokens, for the most
+expected tokens per second. What vLLM calls a proposer is a Drafter here.
 
 Rule: acceptance rates and costs are measured while serving. Where drafting does not pay it is
 parked, and probed now and then.
@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
 
-# The rate to start from of the first token of a model or head.
+# Initial acceptance rate of the first token of a model or head.
 FIRST_TOKEN = 0.6
-LIKELY = 0.75  # of a head's likeliest tokens, which are tried unless drawn ones do better
+LIKELY = 0.75  # of a head's likeliest tokens, which are tried unless sampled ones do better
 
 
 @dataclass
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; until they
-    are known (`start`), drafters follow what is computed and nothing is drafted. `depth`:
-    models and heads always draft so many tokens, and nothing else drafts; 0: what pays. `padded`:
-    the other sequences' rows are padded to the longest draft, which is limited then.
-    `tries_likeliest`: at a temperature, drafts of a fixed depth too are of the likeliest tokens
-    where more of these are accepted; else all are drawn, which shows what a head has learned."""
+    are known (`start`), drafters follow what is computed and nothing is drafted. `depth`: a fixed
+    draft length for models and heads, while nothing else drafts; 0: what pays. `padded`: the other
+    sequences' rows are padded to the longest draft, which is limited then. `tries_likeliest`: at a
+    temperature, drafts of a fixed depth are of the likeliest tokens too if more of these are
+    accepted; else all are sampled, which shows what a head has learned."""
 
     costs: Costs | None
     drafters: list[Drafter]
@@ -47,34 +47,34 @@ class Proposer:
         self.control = Controller(self.costs, self._prior, self.padded)
         self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
-        self._asked: dict[Seq, list[Proposal]] = {}  # until a step is read or drafted for
+        self._proposals: dict[Seq, list[Proposal]] = {}  # until a step is read or drafted for
         self._names = [drafter.name for drafter in self.drafters]  # also of those that fail
 
     def start(self, costs: Costs | None) -> None:
-        """Draft by these costs of a step from now on."""
+        """Draft by these costs of steps from now on."""
         self.costs = self.control.costs = costs
 
     def drop(self, drafter: Drafter) -> None:
-        """Leave a drafter out from now on."""
+        """Stop using a drafter."""
         self.drafters = [other for other in self.drafters if other is not drafter]
         drafter.close()
 
     def begin(self, seq: Seq) -> None:
         self._stats[seq] = self.control.begin()
         for drafter in self.drafters:
-            self._ask(drafter, drafter.begin, seq)
+            self._call(drafter, drafter.begin, seq)
 
     def end(self, seq: Seq) -> None:
         del self._stats[seq]
         for drafter in self.drafters:
-            self._ask(drafter, drafter.end, seq)
+            self._call(drafter, drafter.end, seq)
 
     def clear(self) -> None:
         for drafter in self.drafters:
-            self._ask(drafter, drafter.clear)
+            self._call(drafter, drafter.clear)
 
-    def _ask(self, drafter: Drafter, method: Callable[..., T], *args: object) -> T | None:
-        """Call a drafter. It only makes things faster: if it fails, decoding goes on without it."""
+    def _call(self, drafter: Drafter, method: Callable[..., T], *args: object) -> T | None:
+        """Call a drafter. It only makes things faster: if it fails, go on without it."""
         try:
             return method(*args)
         except Exception:
@@ -100,7 +100,7 @@ class Proposer:
         for seq, depth, proposal in self._decide(seqs, in_flight=False):
             depths[seq] = min(depth, self.max_depth)
             self._chosen[seq] = proposal
-        self._asked.clear()
+        self._proposals.clear()
         return depths
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
@@ -108,7 +108,7 @@ class Proposer:
             if e.depth:
                 e.proposal = self._chosen[e.seq]
         for drafter in self.drafters:
-            self._ask(drafter, drafter.draft, plan, previous)
+            self._call(drafter, drafter.draft, plan, previous)
             if drafter not in self.drafters:  # it may have failed half way
                 for e in drafter.chosen(plan):
                     e.draft = Draft()
@@ -118,9 +118,9 @@ class Proposer:
         return any(drafter.lazy for drafter in self.drafters)
 
     def _decide(self, seqs: Sequence[Seq], in_flight: bool) -> Iterator[tuple[Seq, int, Proposal]]:
-        """The sequences for which something should be drafted, and how many tokens of what.
-        Drafters that are not lazy are asked only for sequences that have tokens `in_flight`, as if
-        these were read, or only for others."""
+        """The sequences to draft for, each with a depth and a proposal. Drafters that are not lazy
+        count only for sequences that have tokens `in_flight`, as if these were read, or only for
+        others."""
         if not self.costs:
             return
         seqs = [seq for seq in seqs if seq in self._stats]  # others have not been in a plan yet
@@ -135,7 +135,7 @@ class Proposer:
                 if not self.tries_likeliest:
                     models = models[:1]
                 if models:
-                    best = max(models, key=lambda each: sum(each.reached[: self.depth]))
+                    best = max(models, key=lambda model: sum(model.cumulative[: self.depth]))
                     yield seq, min(self.depth, len(best.rates)), best
             return
         context = sum(seq.known for seq in seqs)
@@ -146,19 +146,19 @@ class Proposer:
                 yield seq, depth, proposal
 
     def _options(self, seq: Seq, in_flight: bool) -> list[Proposal]:
-        """What could be drafted for a sequence, with its present acceptance rates. Where a grammar
-        forces the next tokens and no copy has them, only these."""
-        if seq not in self._asked:
-            self._asked[seq] = list(self._ask_all(seq))
+        """The proposals for a sequence, with its present acceptance rates. If a grammar forces the
+        next tokens and no copy has them, only these."""
+        if seq not in self._proposals:
+            self._proposals[seq] = list(self._rated_proposals(seq))
         unread = bool(seq.flight) != in_flight
-        options = [each for each in self._asked[seq] if each.drafter.lazy or not unread]
+        options = [p for p in self._proposals[seq] if p.drafter.lazy or not unread]
         forced = [proposal for proposal in options if proposal.source == GRAMMAR]
         return forced or options
 
-    def _ask_all(self, seq: Seq) -> Iterator[Proposal]:
+    def _rated_proposals(self, seq: Seq) -> Iterator[Proposal]:
         rate = self._stats[seq]
         for drafter in self.drafters:
-            for proposal in self._ask(drafter, drafter.options, seq) or []:
+            for proposal in self._call(drafter, drafter.options, seq) or []:
                 rates = {key: rate.of(key) for key in set(proposal.rate_keys)}
                 proposal.rates = [rates[key] for key in proposal.rate_keys]
                 proposal.drafter = drafter
@@ -167,30 +167,30 @@ class Proposer:
     def _prior(self, key: Key) -> float:
         """The acceptance rate of a key that was never tried. A copy's (source, bucket of matching
         tokens) starts from a table, a model's position from the one before it."""
-        source, *how, n = key
-        if not how:
+        source, *sampling, n = key
+        if not sampling:
             return FIRST_RATE[n]
         if n == 1:  # a small model's noise keeps more than its likeliest tokens: NOTES.md
-            return LIKELY if how == [LIKELIEST] and source != "model" else FIRST_TOKEN
-        return self.control.overall((source, *how, n - 1))
+            return LIKELY if sampling == [LIKELIEST] and source != "model" else FIRST_TOKEN
+        return self.control.overall((source, *sampling, n - 1))
 
     # ---- after a step ------------------------------------------------------------------------
 
     def observe(self, step: Step, accepted: Sequence[Accepted], seconds: float) -> None:
-        self._asked.clear()
+        self._proposals.clear()
         if self.costs and seconds > 0:
             self._learn_costs(self.costs, step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):
             if new.tokens and e.seq.finish is None:
-                # Of a draft that a grammar cut, the token that it refused counts as rejected.
+                # In a draft that a grammar cut, the token that it refused counts as rejected.
                 keys = e.draft.rate_keys[: min(e.depth, len(e.draft) + 1)]
                 self.control.learn(self._stats[e.seq], keys, new.drafts)
         for drafter in self.drafters:
-            self._ask(drafter, drafter.observe, step, accepted)
+            self._call(drafter, drafter.observe, step, accepted)
 
     def _learn_costs(self, costs: Costs, step: Step, seconds: float) -> None:
-        """Correct the costs by what the step took. A step with a prompt in it says nothing about
-        drafts; what a step with a model's drafts took beyond the target's part is the model's."""
+        """Correct the costs by the step's time. A step with a prompt in it says nothing about
+        drafts; in one with a model's drafts, time beyond the target's part is the model's."""
         plan = step.plan
         if any(e.count > 1 for e in plan):
             return
@@ -202,8 +202,8 @@ class Proposer:
         drafts = [e.draft for e in plan if e.draft.source in self._names]
         if not drafts:
             costs.learn(rows, context, mode, seconds=seconds)
-        elif deepest := max(drafts, key=len):  # else a grammar refused all of what was drafted
-            own = seconds - costs.step(rows, context, mode)
+        elif deepest := max(drafts, key=len):  # else a grammar refused all that was drafted
+            drafting = seconds - costs.step(rows, context, mode)
             for drafter in self.drafters:
                 if drafter.name == deepest.source:
-                    drafter.learn_seconds(own, len(deepest))
+                    drafter.learn_seconds(drafting, len(deepest))

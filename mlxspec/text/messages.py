@@ -150,7 +150,7 @@ def _texts(content: Any, at: str) -> list[str]:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            why = "is not text, and this server reads only text; send {'type': 'text', 'text': ...}"
+            why = "is no text, nor an image that can be seen; send {'type': 'text', 'text': ...}"
             raise rejected_value(f"{at}[{i}]", part, why)
         texts.append(part[kind])
     return texts

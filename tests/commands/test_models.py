@@ -223,7 +223,7 @@ def test_models_and_pull(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert run("pull", str(model)).startswith(f"model is in {model}, ")
     monkeypatch.setenv("MLXSPEC_MODEL", str(model))
     lines = run("models").splitlines()
-    assert lines[0].split() == ["name", "kind", "size", "fits", "tools", "head", "path"]
+    assert lines[0].split() == ["name", "kind", "size", "fits", "images", "tools", "head", "path"]
     assert "~/model" in lines[1] and "not downloaded" in lines[2]
     rows = json.loads(run("models", "--json"))
     assert rows[0]["path"] == str(model) and rows[0]["bytes"] > 64

@@ -14,7 +14,7 @@ from mlxspec.load.exact import Exactness
 from mlxspec.load.loader import load_engine
 from mlxspec.load.warmup import WarmupCache
 from mlxspec.metrics import Metrics
-from mlxspec.model.invariant import CHUNK, Invariance
+from mlxspec.model.invariant import CHUNK
 from mlxspec.types import Interrupted, Served
 from tests.load.test_loader import settings
 from tests.model.test_layout import save
@@ -86,6 +86,27 @@ def test_auto_is_used_once_it_is_known_to_be_cheap(path: Path) -> None:
     assert e.runner.invariance is None and "which --exact on pays" in info.exact
 
 
+def test_a_first_start_looks_for_nothing_before_it_serves(path: Path) -> None:
+    """And what idle moments have tried is not tried again."""
+    e, _ = start(path, "auto")
+    layers = {id(m): type(m) for m in e.runner.model.modules()}
+    tried = 0
+
+    def stop() -> None:
+        nonlocal tried
+        tried += 1
+        if tried % 50 == 0:
+            raise Interrupted
+
+    moments = 0
+    while e.idle_work and moments < 100:
+        e.work_idle(stop)
+        moments += 1
+    assert 3 < moments < 100
+    assert kept(path).exact.cost
+    assert {id(m): type(m) for m in e.runner.model.modules()} == layers, "as they were"
+
+
 def test_prompts_on_disk_are_of_one_order(path: Path) -> None:
     for exact in ("on", "off"):
         e, _ = start(path, exact, cache_gb=1.0)
@@ -101,9 +122,7 @@ def test_other_kernels_are_another_proof(path: Path, monkeypatch: pytest.MonkeyP
     start(path, "on")
     monkeypatch.setattr(loader, "kernels_in_use", lambda: "others")
     seen = []
-    monkeypatch.setattr(
-        loader, "examine", lambda *a: seen.append(a) or Exactness(Invariance(), why="it")
-    )
+    monkeypatch.setattr(loader, "examine", lambda *a: seen.append(a) or Exactness(rows=0, why="it"))
     _, info = start(path, "on")
     assert seen and info.exact == "not exact: it"
     KERNELS.verdicts.clear()

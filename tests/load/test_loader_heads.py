@@ -172,7 +172,7 @@ def test_a_head_that_cannot_run_leaves_no_name_on_prompts(
 ) -> None:
     target, path = both(tmp_path, "qwen3_5")
     with monkeypatch.context() as patch:
-        patch.setattr(HeadDrafter, "make_one", lambda *_: 1 / 0)
+        patch.setattr(HeadDrafter, "draft_once", lambda *_: 1 / 0)
         assert serve(target, path) == ([], 0)
     assert serve(target, None)[1] >= 5 * BLOCK
     assert serve(target, path)[1] == 0

@@ -14,7 +14,7 @@ from mlxspec.server.responses.schema import (
     Create,
     Tool,
     chat_messages,
-    known_tools,
+    parse_tools,
 )
 
 
@@ -25,7 +25,7 @@ def body(**fields: Any) -> tuple[Create, list[str]]:
 def tools(*some: Any) -> tuple[dict[str, Tool], list[str]]:
     """The known tools, and the types of the others."""
     ignored: list[str] = []
-    return known_tools(body(tools=list(some))[0].tools, ignored), ignored
+    return parse_tools(body(tools=list(some))[0].tools, ignored), ignored
 
 
 def messages(*items: Any) -> list[dict[str, Any]]:

@@ -275,7 +275,7 @@ async def test_a_conversation_may_change_its_model(make: Make, agent: tuple[Any,
 def test_the_greeting_names_them_all() -> None:
     text = greeting(Config(), ["a", "b", "c"], 81)
     assert text.startswith(
-        "a is served at http://127.0.0.1:81/v1\nb, c: loaded when first asked for\n\n"
+        "a is served at http://127.0.0.1:81/v1\nb, c: loaded on first request\n\n"
     )
 
 

@@ -156,8 +156,8 @@ def test_openings(tokenizer: Any) -> None:
 
 
 def test_the_chunk_that_says_nothing(tokenizer: Any) -> None:
-    assert data(dialect(tokenizer).still_here())["choices"][0]["delta"] == {"content": ""}
-    assert data(dialect(tokenizer, chat=False).still_here())["choices"][0]["text"] == ""
+    assert data(dialect(tokenizer).keepalive())["choices"][0]["delta"] == {"content": ""}
+    assert data(dialect(tokenizer, chat=False).keepalive())["choices"][0]["text"] == ""
 
 
 def test_closings(tokenizer: Any) -> None:

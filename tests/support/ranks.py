@@ -201,7 +201,7 @@ def load_and_fail(ranks: ProcessGroup, path: str, cache: str, how: str) -> str:
         ranks.call("", "load_and_fail", path, cache, how)
         ranks.flush()
         if how == "no memory":
-            drafting.lacking = no_memory
+            drafting.shortage = no_memory
     elif how == "another model":
         models = {"other": chosen}
     elif how == "killed at layouts":

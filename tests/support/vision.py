@@ -70,9 +70,7 @@ def save(path: Path, kind: str) -> Path:
     mx.random.seed(5)
     tower = FAMILIES[kind](settings)
     tower.update(
-        tree_map(
-            lambda x: 0.3 * mx.random.normal(x.shape) if x.ndim > 1 else x, tower.parameters()
-        )
+        tree_map(lambda x: 0.3 * mx.random.normal(x.shape) if x.ndim > 1 else x, tower.parameters())
     )
     weights = dict(tree_flatten(model.parameters()))
     for name, array in tree_flatten(tower.parameters()):

@@ -49,13 +49,13 @@ def served(path: Path, prompt: list[int], depth: int) -> tuple[list[int], list[i
     e, drafter = kinds.engine(path)
     found: list[mx.array] = []
 
-    draw = Chain.draw
+    sample_next = Chain.sample_next
 
     def recorded(self: Chain, logits: mx.array) -> None:
         found.append(logits)
-        draw(self, logits)
+        sample_next(self, logits)
 
-    with mock.patch.object(Chain, "draw", recorded):
+    with mock.patch.object(Chain, "sample_next", recorded):
         run = runs.run(e, HeadDrafter(drafter.head, e.runner), depth, [prompt])
     first = run.rounds[0][0]
     assert len(first.draft) == depth

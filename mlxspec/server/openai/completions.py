@@ -1,5 +1,5 @@
-"""POST /v1/chat/completions, /v1/completions, and those that fill in the middle: from a request to
-the engine's requests, and their answers as one body or as server-sent events.
+"""POST /v1/chat/completions, /v1/completions, and the endpoints that fill in the middle: the
+engine's requests for a body, and the answers as one body or as server-sent events.
 
 Rule: each piece of an answer is written once, by the same code for a body and for a stream.
 """
@@ -9,7 +9,7 @@ import time
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
-from mlxspec.server.body import takes
+from mlxspec.server.body import endpoint
 from mlxspec.server.chat_request import ChatRequest, encode_prompt, engine_request, prepare_chat
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, Prepared, respond
@@ -37,19 +37,19 @@ MIN_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
 @dataclass
 class CompletionWriter(ResponseWriter):
-    """The ResponseWriter of the completion endpoints, for what was `asked`."""
+    """The ResponseWriter of the completion endpoints; `request` is the body it answers."""
 
     model: TextModel
-    asked: InitVar[Chat | Completion]
+    request: InitVar[Chat | Completion]
     id: str
     chat: bool  # not a text completion
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
     legacy: bool = False  # calls are written as `function_call`
 
-    def __post_init__(self, asked: Chat | Completion) -> None:
-        self._choices, self._infill = asked.n, isinstance(asked, Infill)
-        self._usage = asked.stream_options.include_usage
-        self._alternatives = asked.alternatives
+    def __post_init__(self, request: Chat | Completion) -> None:
+        self._choices, self._infill = request.n, isinstance(request, Infill)
+        self._usage = request.stream_options.include_usage
+        self._alternatives = request.alternatives
 
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice of a chat."""
@@ -73,7 +73,7 @@ class CompletionWriter(ResponseWriter):
             data += self._chunk(choice.index, {}, finish=_finish_reason(choice))
         return data
 
-    def still_here(self) -> bytes:
+    def keepalive(self) -> bytes:
         return self._chunk(0, {"content": ""})
 
     def closing(self, choices: Choices, usage: Usage) -> bytes:
@@ -95,13 +95,13 @@ class CompletionWriter(ResponseWriter):
             }
         written = []
         for choice in choices:
-            made = self._choice(
+            entry = self._choice(
                 choice.index,
                 {"message": {**message(choice), "refusal": None}},
                 self._logprobs(choice.whole),
                 finish=_finish_reason(choice),
             )
-            written.append(made)
+            written.append(entry)
         return self._head(choices=written, usage=usage_object(usage))
 
     def generated(self, choices: Choices, usage: Usage) -> Json:
@@ -131,18 +131,18 @@ class CompletionWriter(ResponseWriter):
             data["usage"] = None
         return event(data)
 
-    def _choice(self, index: int, said: Json, logprobs: Json | None, finish: str | None) -> Json:
-        """A choice of a body or chunk, in the form that the request has. `said` is a chat's message
+    def _choice(self, index: int, answer: Json, logprobs: Json | None, finish: str | None) -> Json:
+        """A choice of a body or chunk, in the form of the request. `answer` is a chat's message
         or delta."""
-        [message] = said.values()
+        [message] = answer.values()
         if not self.chat:
-            said = {"text": message.get("content", "")}
+            answer = {"text": message.get("content", "")}
         elif self.legacy:
             if calls := message.pop("tool_calls", None):
                 message["function_call"] = calls[0]["function"]
             if finish == "tool_calls":
                 finish = "function_call"
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, **answer, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, piece: Piece) -> Json | None:
         if self._alternatives is None:
@@ -202,7 +202,7 @@ def _finish_reason(choice: Choice) -> str | None:
 
 
 async def chat(http: HttpRequest, body: Chat, model: TextModel) -> Generation:
-    asked = ChatRequest(
+    chat_request = ChatRequest(
         body.messages,
         body.tools,
         body.tool_choice,
@@ -212,17 +212,18 @@ async def chat(http: HttpRequest, body: Chat, model: TextModel) -> Generation:
     )
     id, legacy = f"chatcmpl-{secrets.token_hex(12)}", bool(body.functions)
     writer = CompletionWriter(model, body, id, chat=True, legacy=legacy)
-    return await respond(model, body, writer, prepare_chat, asked)
+    return await respond(model, body, writer, prepare_chat, chat_request)
 
 
 async def completions(http: HttpRequest, body: Completion, model: TextModel) -> Generation:
-    mistral = type(body) is Fill  # whose answers have the form of a chat
+    mistral = type(body) is Fill  # its answers have the form of a chat's
     writer = CompletionWriter(model, body, f"cmpl-{secrets.token_hex(12)}", chat=mistral)
     return await respond(model, body, writer, prepare_completion)
 
 
 def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
-    """What answers each prompt; on the text thread. Raises RejectedRequest and ApiError."""
+    """The requests and choices for all prompts; on the text thread. Raises RejectedRequest and
+    ApiError."""
     requests: list[Request] = []
     choices: list[Choice] = []
     for prompt in as_list(body.prompt):
@@ -243,7 +244,7 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
 
 
 def _gap(model: TextModel, body: Any, prefix: str | list[int]) -> tuple[str, frozenset[int]]:
-    """The prompt for what stands between `prefix` and the suffix, and what ends it. Raises
+    """The prompt for the text between `prefix` and the suffix, and the tokens that end it. Raises
     ApiError."""
     form, file, ends = fill_in_middle(model.tokenizer)
     if not form:
@@ -262,8 +263,8 @@ def _gap(model: TextModel, body: Any, prefix: str | list[int]) -> tuple[str, fro
 
 
 ENDPOINTS: Json = {
-    "POST /v1/chat/completions": takes(Chat, chat),
-    "POST /v1/completions": takes(Completion, completions),
-    "POST /v1/fim/completions": takes(Fill, completions),
-    "POST /v1/infill": takes(Infill, completions),
+    "POST /v1/chat/completions": endpoint(Chat, chat),
+    "POST /v1/completions": endpoint(Completion, completions),
+    "POST /v1/fim/completions": endpoint(Fill, completions),
+    "POST /v1/infill": endpoint(Infill, completions),
 }

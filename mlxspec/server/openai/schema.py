@@ -1,6 +1,6 @@
 """The bodies of OpenAI's /v1/chat/completions and /v1/completions.
 
-Rule: where the body says nothing, a sampling setting is None and the model's own default applies.
+Rule: a sampling setting that is missing is None, and the model's own default applies.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -45,7 +45,7 @@ NO_EFFECT_UNSET = (
     " guided_choice guided_grammar structured_outputs mirostat xtc_probability dry_multiplier"
     " min_tokens random_seed bad_words allowed_token_ids max_new_tokens web_search_options adapters"
 ).split()
-# These, and those that would change the answer: of all APIs, where a body does not have the field.
+# These and fields that would change the answer, in all APIs, unless a body declares the field.
 UNSUPPORTED: Json = {
     **RENDERING,
     **dict.fromkeys(NO_EFFECT_UNSET),
@@ -86,10 +86,10 @@ def _unset(value: Any) -> Any:
     return None if value == -1 else value
 
 
-UNSET = BeforeValidator(_unset)  # -1 is no value, as for Ollama, llama.cpp and LM Studio
+UNSET = BeforeValidator(_unset)  # -1 means unset, as for Ollama, llama.cpp and LM Studio
 
 
-def _few(value: Any) -> Any:
+def _bounded(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"send at most {MAX_BIASES} entries")
     return value
@@ -129,8 +129,8 @@ class Prediction(Strict):
 
 
 class Common(Body):
-    """The fields that all endpoints share which generate. `alternatives`, here and below, is the
-    number of top log-probabilities for each token; None if none are wanted."""
+    """The fields of all endpoints that generate. `alternatives`, here and below, is the number of
+    top log-probabilities for each token; None if none are wanted."""
 
     unsupported: ClassVar[Json] = UNSUPPORTED
 
@@ -154,7 +154,7 @@ class Common(Body):
     )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[Biases, BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[Biases, BeforeValidator(_bounded)] | None = None
     seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, UNSET] = None
     prediction: Prediction | None = None
 
@@ -165,7 +165,7 @@ class Common(Body):
 
     @property
     def progress(self) -> bool:
-        """Whether a stream tells how much of the prompt was read in events."""
+        """Whether a stream has events that report how much of the prompt was read."""
         return self.return_progress or self.stream_options.include_progress
 
     @property
@@ -189,7 +189,7 @@ class TemplateFields(Strict):
 
     @property
     def options(self) -> Json:
-        """Variables of the template; of two values the one of `chat_template_kwargs`."""
+        """Variables of the template; `chat_template_kwargs` override the other fields."""
         effort = self.reasoning_effort or self.reasoning.effort
         return {"reasoning_effort": effort, **self.chat_template_kwargs}
 
@@ -200,8 +200,8 @@ class NamedTool(Strict):
 
 
 def only_allowed(body: Any) -> Any:
-    """A body whose tool_choice lists allowed tools, in a field of that name or, as the Responses
-    API has it, itself: with these tools alone."""
+    """The body with only the tools that its tool_choice allows, if it lists some: in a field
+    `allowed_tools` or, as in the Responses API, itself."""
     match body:
         case {"tools": [*tools], "tool_choice": {"allowed_tools": allowed}}:
             pass
@@ -210,9 +210,9 @@ def only_allowed(body: Any) -> Any:
         case _:
             return body
     match allowed:
-        case {"mode": mode, "tools": [*some]}:
-            names = set(map(_name, some))
-            tools = [each for each in tools if _name(each) in names]
+        case {"mode": mode, "tools": [*listed]}:
+            names = set(map(_name, listed))
+            tools = [tool for tool in tools if _name(tool) in names]
             return {**body, "tools": tools, "tool_choice": mode}
     return body
 
@@ -229,7 +229,7 @@ class Chat(Common, TemplateFields):
     logprobs: bool = False
     top_logprobs: Tops | None = None
     tools: Items | None = None
-    functions: Items | None = None  # the form before tools, in which an answer has one call at most
+    functions: Items | None = None  # the form before tools: an answer has one call at most
     function_call: Any = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
@@ -247,8 +247,8 @@ class Chat(Common, TemplateFields):
                 choice = value.get("function_call") or "auto"
                 if isinstance(choice, dict):
                     choice = {"function": choice}
-                made = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-                return value | made
+                fields = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+                return value | fields
         return only_allowed(value)
 
     @property
@@ -258,17 +258,17 @@ class Chat(Common, TemplateFields):
     @property
     def format(self) -> Format | None:
         """What the answer must be. Raises ApiError."""
-        given = self.response_format
+        form = self.response_format
         if self.grammar is not None:
-            if given.type != "text":
+            if form.type != "text":
                 raise invalid("grammar", "grammar with response_format: send one of them")
             return Format("grammar", self.grammar, lark=True)
-        if given.type == "json_object":
-            return Format("response_format", given.value or OBJECT)
-        if given.type == "json_schema":
-            own = given.json_schema.value
+        if form.type == "json_object":
+            return Format("response_format", form.value or OBJECT)
+        if form.type == "json_schema":
+            schema = form.json_schema.value
             where = "response_format.json_schema.schema"
-            return Format(where, given.value if own is None else own)
+            return Format(where, form.value if schema is None else schema)
         return None
 
 
@@ -295,8 +295,7 @@ class File(Strict):
 
 
 class Fill(Completion):
-    """Mistral's /v1/fim/completions: an answer stands before the suffix, also before an empty
-    one."""
+    """Mistral's /v1/fim/completions: an answer comes before the suffix, even an empty one."""
 
     prompt: str
     input_prefix: str = ""  # what the prompt continues
@@ -319,7 +318,7 @@ class Infill(Fill):
 
 
 class Embeddings(Body):
-    """`input` is like a completion's prompt. `place`: what errors call one of the inputs."""
+    """`input` is like a completion's prompt. `place` is the name of one input in errors."""
 
     place: ClassVar[str] = "input[{}]"
 

@@ -1,6 +1,6 @@
-"""The status page for a browser: its files, and the snapshot that it asks for once a second.
+"""The status page for a browser: its files, and the snapshot that it polls once a second.
 
-Rule: the files hold no data and load without a key; the snapshots need it and hold no text of
+Rule: the files hold no data and load without a key; snapshots require the key and hold no text of
 prompts or answers. They read what the engine has published, so watching costs it nothing.
 """
 
@@ -44,13 +44,12 @@ async def file(http: HttpRequest) -> Response:
 
 
 async def now(http: HttpRequest) -> Response:
-    """All that the page shows, for `mlxspec status` and the menu bar too: counters since the start,
-    bytes, seconds of the monotonic clock. Of the requests those that run come first, the newest
-    first."""
+    """Everything that the page, `mlxspec status` and the menu bar show: counters since the start,
+    bytes, seconds of the monotonic clock. Running requests come first, the newest first."""
     server: ServerState = http.app.state.server
     worker, models = server.worker, list(server.worker.models.values())
-    live = [make() for make in reversed(server.live.values())]
-    process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
+    live = [row() for row in reversed(server.live.values())]
+    process = {name: max(getattr(model.stats, name) for model in models) for name in PROCESS}
     body = {
         "version": __version__,
         "pid": os.getpid(),
@@ -58,10 +57,10 @@ async def now(http: HttpRequest) -> Response:
         "loading": worker.loading(),
         "note": server.note,
         "unwell": server.unwell(),
-        "models": [asdict(one) for one in models],
+        "models": [asdict(model) for model in models],
         "process": process,
         "refused": server.metrics.refused,
         "requests": [*live, *server.finished],
-        "kernels": {name: asdict(one) for name, one in list(KERNELS.verdicts.items())},
+        "kernels": {name: asdict(verdict) for name, verdict in list(KERNELS.verdicts.items())},
     }
     return JSONResponse(body, headers=HEADERS)

@@ -14,16 +14,16 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from mlxspec.server.body import IGNORED, takes
+from mlxspec.server.body import IGNORED, endpoint
 from mlxspec.server.chat_request import ChatRequest, prepare_chat, prompt_length
 from mlxspec.server.content import File
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, respond
 from mlxspec.server.images import read_images
-from mlxspec.server.responses.schema import Create, Tool, chat_messages, known_tools
+from mlxspec.server.responses.schema import Create, Tool, chat_messages, parse_tools
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import TextModel
-from mlxspec.text.images import MARKER
+from mlxspec.text.images import MARKER, Images, put_texts
 from mlxspec.text.messages import as_list
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
@@ -56,7 +56,7 @@ class Store:
     files: dict[str, File] = field(default_factory=dict)
     _stored: OrderedDict[str, tuple[Json, list[Json], int]] = field(default_factory=OrderedDict)
 
-    def add(self, response: Json, items: list[Json], files: Mapping[str, File]) -> None:
+    def add(self, response: Json, items: list[Json], files: Mapping[str, File] = {}) -> None:
         text = json.dumps([response, items], ensure_ascii=False)
         size = len(text) + sum(len(files[each].data) for each in _digests(text) & files.keys())
         self._stored[response["id"]] = response, items, size
@@ -124,47 +124,47 @@ def _missing(id: str, param: str | None = None) -> ApiError:
 
 
 async def create(http: HttpRequest, body: Create, model: TextModel) -> Response | Generation:
-    """A response; of /v1/responses/input_tokens only the length of its prompt."""
+    """A response; for /v1/responses/input_tokens only the length of its prompt."""
     store: Store = http.app.state.responses
     before = store.conversation(body.previous_response_id)
     items, on_text_thread = body.input, model.server.on_text_thread
     store.resolve(items)
-    tools, asked = await on_text_thread(_asked, body, before, http.scope[IGNORED])
+    tools, chat_request = await on_text_thread(_chat_request, body, before, http.scope[IGNORED])
     files = store.images_in([*before, *items])
     if files:
         earlier = await read_images(model, files, http.scope[IGNORED])
-        asked = replace(asked, images={**earlier, **body.seen_images})
+        chat_request = replace(chat_request, images={**earlier, **body.seen_images})
     files |= body.content.files
     if http.url.path.endswith("/input_tokens"):
-        count = await on_text_thread(prompt_length, model, asked)
+        count = await on_text_thread(prompt_length, model, chat_request)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
     response = await on_text_thread(_response, model, body)
     kept = {name: tool.heading for name, tool in tools.items()}
     by_name = {tool.name: tool for tool in kept.values()} | kept
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
-    asked = replace(asked, kept=response)
+    chat_request = replace(chat_request, kept=response)
     if body.store:
-        writer.store = lambda made: store.add(
-            made, before + [_stored(item) for item in items], files
+        writer.store = lambda final: store.add(
+            final, before + [_stored(item, chat_request.images) for item in items], files
         )
-        asked = replace(asked, kept={**response, "input": [before, items]})
-    return await respond(model, body, writer, prepare_chat, asked)
+        chat_request = replace(chat_request, kept={**response, "input": [before, items]})
+    return await respond(model, body, writer, prepare_chat, chat_request)
 
 
-def _asked(
+def _chat_request(
     body: Create,
     before: list[Json],
     ignored: list[str],
 ) -> tuple[dict[str, Tool], ChatRequest]:
     """The tools by name, and the conversation; what is left out goes to `ignored`. On the text
     thread, as bodies may be large. Raises ApiError."""
-    tools = known_tools(body.tools, ignored)
+    tools = parse_tools(body.tools, ignored)
     messages = chat_messages(before, body.input, ignored)
     if not messages:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    asked = ChatRequest(
+    chat_request = ChatRequest(
         messages,
         [tool.definition for tool in tools.values()],
         body.tool_choice,
@@ -173,19 +173,19 @@ def _asked(
         budget=body.reasoning.max_tokens,
         images=body.seen_images,
     )
-    return tools, asked
+    return tools, chat_request
 
 
 def _response(model: TextModel, body: Create) -> Json:
     """The response before it has an answer; on the text thread."""
     names = {*DEFAULTS, "temperature", "top_p"}
     # As JSON: an infinite number becomes null.
-    given = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
+    settings = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
     return {
         **DEFAULTS,
         "temperature": model.defaults.temperature,
         "top_p": model.defaults.top_p,
-        **json.loads(given),
+        **json.loads(settings),
         "id": f"resp_{secrets.token_hex(16)}",
         "object": "response",
         "created_at": int(time.time()),
@@ -218,8 +218,9 @@ async def input_items(http: HttpRequest) -> Response:
     return JSONResponse({"object": "list", "data": items, "has_more": False, **ids})
 
 
-def _stored(item: Json) -> Json:
-    """An input item with a type and an id, and its texts as parts of the types that it may have."""
+def _stored(item: Json, images: Images) -> Json:
+    """An input item with a type and an id, its texts as parts of the types that belong to it, and
+    the lines of images that were not seen."""
     kind = item.get("type") or "message"
     item = {**item, "type": kind}
     if not isinstance(item.get("id"), str):
@@ -229,8 +230,9 @@ def _stored(item: Json) -> Json:
         item["content"] = [{"type": "text", "text": item["content"]}]
     for part in [*as_list(item.get("content")), *as_list(item.get("output"))]:
         match part:
-            case {"type": "text"}:  # also where content.py has put it in the place of an image
+            case {"type": "text"}:  # also what content.py has put in place of an image
                 part["type"] = text
+                part["text"] = put_texts(str(part.get("text", "")), images)
     return item
 
 
@@ -254,8 +256,8 @@ def _shown_part(part: Any, files: Mapping[str, File]) -> Any:
 
 
 ENDPOINTS: Json = {
-    "POST /v1/responses": takes(Create, create),
-    "POST /v1/responses/input_tokens": takes(Create, create),
+    "POST /v1/responses": endpoint(Create, create),
+    "POST /v1/responses/input_tokens": endpoint(Create, create),
     "GET,DELETE /v1/responses/{id}": stored,
     "GET /v1/responses/{id}/input_items": input_items,
 }

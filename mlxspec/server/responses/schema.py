@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlxspec.server.body import Many, Parts, Strict, validate, wrong
+from mlxspec.server.body import Many, Parts, Strict, invalid_value, validate
 from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
 from mlxspec.server.openai import schema as openai
-from mlxspec.server.stream import spelled
+from mlxspec.server.stream import call_object
 from mlxspec.text.output_parser import Call
 
-# Items of hosted tools of another server. They are left out of the prompt: the messages around them
-# tell their results.
+# Items of another server's hosted tools. They are left out of the prompt: the messages around them
+# contain their results.
 HOSTED_ITEMS = frozenset(
     "web_search_call file_search_call image_generation_call code_interpreter_call mcp_list_tools"
     " mcp_call mcp_approval_request mcp_approval_response tool_search_call"
@@ -59,7 +59,7 @@ class Tool(Named):
 
     @property
     def heading(self) -> "Tool":
-        """The tool without what is in the prompt alone."""
+        """The tool without the fields that only the prompt has."""
         return Tool(name=self.name, namespace=self.namespace, type=self.type)
 
     @property
@@ -114,36 +114,36 @@ class Create(openai.Common, openai.TemplateFields):
 
     @property
     def format(self) -> Format | None:
-        given = self.text.format
-        if given.type == "json_object":
+        form = self.text.format
+        if form.type == "json_object":
             return Format("text.format", OBJECT)
-        if given.type == "json_schema":
-            return Format("text.format.schema", given.value)
+        if form.type == "json_schema":
+            return Format("text.format.schema", form.value)
         return None
 
 
-def known_tools(
+def parse_tools(
     tools: Sequence[Json],
     ignored: list[str],
     at: str = "tools",
     namespace: str | None = None,
 ) -> dict[str, Tool]:
-    """The known tools by their full names; the types of unknown ones go to `ignored`. Raises
+    """The tools of known types by full name; the types of others go to `ignored`. Raises
     ApiError."""
-    known: dict[str, Tool] = {}
-    for i, given in enumerate(tools):
-        here, kind = f"{at}[{i}]", given.get("type")
+    by_name: dict[str, Tool] = {}
+    for i, entry in enumerate(tools):
+        here, kind = f"{at}[{i}]", entry.get("type")
         if kind == "namespace" and namespace is None:
-            space = validate(Namespace, given, here)
-            known |= known_tools(space.tools, ignored, f"{here}.tools", namespace=space.name)
+            space = validate(Namespace, entry, here)
+            by_name |= parse_tools(space.tools, ignored, f"{here}.tools", namespace=space.name)
         elif kind in ("function", "custom"):
-            tool = validate(Tool, {**given, "namespace": namespace}, here)
-            known[tool.full_name] = tool
+            tool = validate(Tool, {**entry, "namespace": namespace}, here)
+            by_name[tool.full_name] = tool
         elif not isinstance(kind, str):
-            raise wrong(here, given, "send a function, with type, name and parameters")
+            raise invalid_value(here, entry, "send a function, with type, name and parameters")
         else:
             ignored.append(f"tools[].{kind}")
-    return known
+    return by_name
 
 
 class Part(Strict):
@@ -170,7 +170,7 @@ class ReasoningItem(Strict):
 
 
 class ToolCall(Named):
-    """Of a function, with `arguments`, or of a custom tool, with `input`."""
+    """A call of a function, with `arguments`, or of a custom tool, with `input`."""
 
     call_id: str
     arguments: str = ""
@@ -181,7 +181,7 @@ class ToolCall(Named):
         if self.input is not None:
             arguments = json.dumps({"input": self.input}, ensure_ascii=False)
         call = Call(self.call_id, self.full_name, arguments)
-        return {"role": "assistant", "tool_calls": [spelled(call)]}
+        return {"role": "assistant", "tool_calls": [call_object(call)]}
 
 
 class CallOutput(Strict):
@@ -217,7 +217,7 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json], ignored: list[s
             ignored.append(f"input[].{kind}")
             continue
         if kind not in ITEMS:
-            raise wrong(at, item, "send messages, tool calls and their outputs")
+            raise invalid_value(at, item, "send messages, tool calls and their outputs")
         message = validate(ITEMS[kind], item, at).chat()
         key, value = message.popitem()
         if not (messages and messages[-1]["role"] == message["role"] == "assistant"):
@@ -231,4 +231,4 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json], ignored: list[s
     for message in messages:
         for key in message.keys() & {"content", "reasoning_content"}:
             message[key] = "".join(message[key])
-    return [one for one in messages if set(one) != {"role", "reasoning_content"}]
+    return [turn for turn in messages if set(turn) != {"role", "reasoning_content"}]

@@ -15,7 +15,7 @@ from mlxspec.text.formats import format_of
 from mlxspec.text.output_parser import Call, Part
 from mlxspec.text.tool_calls import as_object
 
-# The `encrypted_content` of reasoning, for clients that only send it back with one.
+# The `encrypted_content` of reasoning: clients send reasoning back only with one.
 NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 
 
@@ -71,16 +71,16 @@ class ResponsesWriter(ResponseWriter):
     _data: bytes = b""  # events that have not been returned yet
     _events: int = 0
     _output: list[Json] = field(default_factory=list)  # finished items
-    _item: Json = field(default_factory=dict)  # the one that text is added to; empty: none
-    _at: Json = field(default_factory=dict)  # the place of its text
-    _part: Json = field(default_factory=dict)  # what has its text: its part, or the item itself
-    _call: Call | None = None  # that item, if it is one
+    _item: Json = field(default_factory=dict)  # the open item, to which text is added; empty: none
+    _at: Json = field(default_factory=dict)  # the position of its text, for events
+    _part: Json = field(default_factory=dict)  # the object with its text: its part, or the item
+    _call: Call | None = None  # the call that the open item is, if any
 
     def opening(self, usage: Usage) -> bytes:
         self._event("created", response=self.response)
-        return self.still_here()
+        return self.keepalive()
 
-    def still_here(self) -> bytes:
+    def keepalive(self) -> bytes:
         self._event("in_progress", response=self.response)
         return self._written()
 
@@ -196,10 +196,10 @@ def new_id(kind: str) -> str:
 def plain_input(arguments: str) -> str:
     """The text for a custom tool, from a call's JSON arguments; the JSON itself if it holds more
     than one text."""
-    found = as_object(arguments)
-    text = found.get("input")
-    if len(found) == 1:
-        [text] = found.values()
+    fields = as_object(arguments)
+    text = fields.get("input")
+    if len(fields) == 1:
+        [text] = fields.values()
     if isinstance(text, str):
         return text
     return arguments

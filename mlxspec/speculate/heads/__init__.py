@@ -1,7 +1,7 @@
-"""Trained heads: small drafters that read the target's hidden states, as they are published.
+"""Trained heads as they are published: small drafters that read the target's hidden states.
 
 Rule: a head can only make answers faster. One that is damaged or belongs to another model is left
-out with a line that says why, and the model runs without it.
+out, the log says why, and the model runs without it.
 """
 
 from collections.abc import Callable
@@ -84,8 +84,8 @@ def read_weights(head: HeadModel) -> bool:
 
 
 def cache_bytes(head: HeadModel) -> CacheBytes:
-    """What a head caches: K/V of each token, and hidden states with each recurrent state, where a
-    row is made of those before it."""
+    """What a head caches: K/V of each token, and with each recurrent state, if its rows are made of
+    the hidden states before them, the last of these."""
     state = head.slot_offset * head.width * head.embed(mx.array([0])).dtype.size
     run = partial(head.pass_type.fill, head)
     return bytes_of_layers(head.kv_layers, run)._replace(state=state)

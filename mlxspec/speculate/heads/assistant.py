@@ -1,7 +1,7 @@
 """Gemma 4's assistant: a chain of passes over the newest token, in which each layer attends to the
 target's own keys and values, those of its last layer of the same type.
 
-It has none itself. The row's position stays that of the newest token with keys and values in the
+It has none itself. The row keeps the position of the newest token with keys and values in the
 target over the whole chain, as in vLLM and mlx-vlm; only token and hidden state change.
 """
 
@@ -29,8 +29,8 @@ CENTROIDS, ORDERING = "centroids.weight", "token_ordering"
 
 class Assistant(nn.Module):
     """The head's modules under their published names, for a target of hidden size `width`, whose
-    layers `reads` have the keys and values for each of its own. With `clusters` of tokens, those of
-    the `best` ones are drafted: token_ordering [vocab] has each cluster's one after the other."""
+    layers `reads` have the keys and values for each of its own. With `clusters` of tokens, only
+    those of the `best` ones are drafted: token_ordering [vocab] lists them cluster by cluster."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Assistant(nn.Module):
         hidden: Array,
         pages: Sequence[Pages],
     ) -> tuple[Array, Array]:
-        """What logits are made of, [n, D], and what stands for the target's next hidden states,
+        """The input of `logits`, [n, D], and what stands for the target's next hidden states,
         [n, width]; for embedded tokens and hidden states [n, width], a row for each sequence in
         the pages' view."""
         x = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))[:, None]
@@ -76,9 +76,9 @@ class Assistant(nn.Module):
             logits: Array = self.embed_tokens.as_linear(out)
             return logits
         scores = self.centroids(out)
-        found = mx.argpartition(scores, -self.best)[:, -self.best :]
+        best = mx.argpartition(scores, -self.best)[:, -self.best :]
         clusters = self.token_ordering.reshape(scores.shape[-1], -1)
-        ids = clusters[found].flatten(1)
+        ids = clusters[best].flatten(1)
         logits = (self.embed_tokens(ids) @ out[..., None])[..., 0]
         none = mx.full((len(out), clusters.size), -mx.inf, out.dtype)
         return mx.put_along_axis(none, ids, logits, axis=-1)
@@ -95,10 +95,10 @@ class AssistantPass(Pass):
         self.view = View(target.block_size, blocks, {}, dense=target.dense)
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
-    def draw(self, rows: HeadInput, chain: Chain) -> None:
+    def draft(self, rows: HeadInput, chain: Chain) -> None:
         hidden = rows.newest_hidden(chain.shift)
         newest = [replace(e, start=e.start - 1) for e in chain.spans]  # with keys and values
-        pages = [self._lent(each) for each in self.read_from]
+        pages = [self._borrowed(target_pages) for target_pages in self.read_from]
         seen = 0  # sequences in the view
         while n := len(chain.spans):
             if seen != n:
@@ -107,23 +107,23 @@ class AssistantPass(Pass):
             embedded = self.head.embed(chain.tokens)
             out, hidden = self.head.module(embedded, hidden[:n], pages)
             mx.async_eval(out, hidden)
-            chain.draw(self.head.lm_head(out))
+            chain.sample_next(self.head.lm_head(out))
 
-    def _lent(self, pages: Pages) -> Pages:
+    def _borrowed(self, pages: Pages) -> Pages:
         """The pages of a layer of the target, as this head sees them. To be dropped after a draft:
-        a pool that is named would be copied by the next step."""
-        lent = copy(pages)
-        lent.view = self.view
-        lent.window = pages.window and pages.window - 1
-        return lent
+        the next step would copy a pool that is still referenced."""
+        borrowed = copy(pages)
+        borrowed.view = self.view
+        borrowed.window = pages.window and pages.window - 1
+        return borrowed
 
 
 def load_assistant(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel."""
-    found: list[Any] = decoder_layers(target)
+    target_layers: list[Any] = decoder_layers(target)
     holders = {
         layer.layer_type: i
-        for i, layer in enumerate(found)
+        for i, layer in enumerate(target_layers)
         if getattr(layer.get("self_attn"), "has_kv", False)
     }
     if not holders:
@@ -143,9 +143,9 @@ def load_assistant(files: HeadFiles, target: nn.Module) -> HeadModel:
             raise UnsupportedModel(f"the head in {files.path} is damaged: {ORDERING}")
     text = files.config["text_config"]
     count = text["num_hidden_layers"]
-    set_here = dict(num_kv_shared_layers=count, hidden_size_per_layer_input=0, vocab_size=vocab)
-    args = type(owner.args).from_dict(text | set_here)
-    make: Any = type(found[0])
+    overrides = dict(num_kv_shared_layers=count, hidden_size_per_layer_input=0, vocab_size=vocab)
+    args = type(owner.args).from_dict(text | overrides)
+    make: Any = type(target_layers[0])
     layers = [make(args, i) for i in range(count)]
     reads = tuple(holders[layer.layer_type] for layer in layers)
     best = files.config.get("centroid_intermediate_top_k", 32)

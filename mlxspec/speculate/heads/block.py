@@ -34,7 +34,7 @@ INNER = "dflash_config"  # settings in it override those beside it
 AUX_LAYERS = "aux_hidden_state_layer_ids"  # id i stands for the hidden state before layer i
 SLIDING = "sliding_attention"
 MAX_BLOCK = 256  # tokens
-# Settings that change what a head computes and are not read, with the values that change nothing.
+# Settings that change what a head computes but are not read, with the values that change nothing.
 UNREAD = {
     "attention_sink_bias": False,
     "dflash_query_causal": False,
@@ -44,8 +44,8 @@ UNREAD = {
 
 
 class Convolution(nn.Module):
-    """DFlash 2's: over the last rows of a block, by a kernel that depends on each row.
-    `base_kernel` [2, taps, D]: one for what a layer reads, one for what it makes."""
+    """DFlash 2's convolution over the last rows of a block, by a kernel that depends on each row.
+    `base_kernel` [2, taps, D]: one for a layer's input, one for its output."""
 
     def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,8 +55,8 @@ class Convolution(nn.Module):
 
     def kernels(self, x: Array) -> Array:
         """[n, B, 2, taps, D / group] for rows x [n, B, D]."""
-        made: Array = self.kernel_projection(x)
-        return made.reshape(*x.shape[:2], 2, self.taps, -1)
+        kernels: Array = self.kernel_projection(x)
+        return kernels.reshape(*x.shape[:2], 2, self.taps, -1)
 
     def __call__(self, x: Array, kernels: Array, which: int) -> Array:
         n, rows, size = x.shape
@@ -108,7 +108,7 @@ class BlockLayer(nn.Module):
 
 
 class Selector(nn.Module):
-    """DFlash 2's: scores the best tokens of a row by the token before it."""
+    """DFlash 2's selector: scores the best tokens of a row by the token before it."""
 
     def __init__(self, config: Json) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,16 +121,16 @@ class Selector(nn.Module):
     def __call__(self, logits: Array, hidden: Array, before: Array) -> Array:
         """[n, vocab] of logits [n, vocab], the row's output [n, D] and the tokens before [n]; -inf
         for tokens that are not among the best."""
-        found = mx.argpartition(logits, -self.best, axis=-1)[:, -self.best :]
+        best = mx.argpartition(logits, -self.best, axis=-1)[:, -self.best :]
         pair = self.predecessor_codebook(before) * self.hidden_projection(hidden)
-        edges = (pair[:, None] * self.successor_codebook(found)).sum(-1)
-        scores = mx.take_along_axis(logits, found, axis=-1) + edges
+        edges = (pair[:, None] * self.successor_codebook(best)).sum(-1)
+        scores = mx.take_along_axis(logits, best, axis=-1) + edges
         none = mx.full(logits.shape, -mx.inf, scores.dtype)
-        return mx.put_along_axis(none, found, scores, axis=-1)
+        return mx.put_along_axis(none, best, scores, axis=-1)
 
 
 class Markov(nn.Module):
-    """DSpark's: adds to a row's logits what the token before says of the next."""
+    """DSpark's Markov head: corrects a row's logits by the token before it."""
 
     def __init__(self, config: Json) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ class Markov(nn.Module):
 
 class Block(nn.Module):
     """The head's modules under their published names. A block is the newest token, which predicts
-    a token itself if `from_anchor`, and tokens `mask`. `taps` hidden states of `width` each."""
+    a token itself if `from_anchor`, and `mask` tokens. It reads `taps` hidden states of `width`."""
 
     def __init__(self, config: Json, taps: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,8 +182,8 @@ class Block(nn.Module):
     def store(self, taps: Array, pages: Sequence[Pages]) -> None:
         """Write the context rows of hidden states [T, taps * width]."""
         context = self.hidden_norm(self.fc(taps))
-        for layer, each in zip(self.layers, pages, strict=True):
-            layer.store(context, each)
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
+            layer.store(context, layer_pages)
 
     def __call__(self, x: Array, caches: Sequence[tuple[Array, Any]]) -> Any:
         """The head's output [n, B, D] for a block's embeddings [n, B, D]; each layer has its mask
@@ -193,7 +193,7 @@ class Block(nn.Module):
         return self.norm(x)
 
     def scores(self, logits: Array, hidden: Array, before: Array) -> Array:
-        """What a row's token is drawn from, [n, vocab], once the token before it is drawn."""
+        """Logits [n, vocab] from which a row's token is sampled, given the token before it."""
         for name in ("candidate_selector", "markov_head"):
             if name in self:
                 logits = self[name](logits, hidden, before)
@@ -206,8 +206,8 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     config |= {"model_type": "qwen3"}
     if ids := config.get(AUX_LAYERS):
         config["target_layer_ids"] = [i - 1 for i in ids]
-    has = len(decoder_layers(target))
-    for name, fits in (UNREAD | {"num_target_layers": has}).items():
+    layers = len(decoder_layers(target))
+    for name, fits in (UNREAD | {"num_target_layers": layers}).items():
         if config.get(name) not in (None, fits):
             raise UnsupportedModel(
                 f"the head in {files.path} has {name} = {config[name]}, but only {fits} can be"
@@ -219,12 +219,12 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     module = Block(config, len(taps), width)
     depth = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
     if type(depth) is not int or not 0 < depth <= MAX_BLOCK:
-        given = f"block_size = {shown(config['block_size'])}"
-        raise UnsupportedModel(f"the head in {files.path} has {given}; up to {MAX_BLOCK} can be")
-    check_taps(files, taps, has)
-    tensors = {_named(name): x for name, x in files.tensors.items()}
+        value = f"block_size = {shown(config['block_size'])}"
+        raise UnsupportedModel(f"the head in {files.path} has {value}; valid: up to {MAX_BLOCK}")
+    check_taps(files, taps, layers)
+    tensors = {_module_name(name): x for name, x in files.tensors.items()}
     size = config["hidden_size"]
-    # What a confidence head says of a draft comes too late for it: see NOTES.md.
+    # A confidence head's verdict comes too late for its draft: see NOTES.md.
     ignored = ("confidence_head",)
     loaded = load_module(files, module, tensors, size=size, target=target, ignored=ignored)
     embed, lm_head, module.vocabulary = loaded
@@ -258,6 +258,6 @@ def softcapped(lm_head: Callable[[Array], Array], cap: float) -> Any:
     return lambda hidden: mx.tanh(lm_head(hidden) / cap) * cap
 
 
-def _named(name: str) -> str:
+def _module_name(name: str) -> str:
     name = name.removeprefix("model.")
     return name + ".weight" if name.endswith("_codebook") else name

@@ -1,4 +1,4 @@
-"""A head that makes a block in one pass, of which tokens are drawn one after the other.
+"""A head that computes a block in one pass, whose tokens are sampled one after the other.
 
 Rule: the context row of position p is a function of the target's hidden states there alone; a
 block's own K/V are never stored.
@@ -24,7 +24,7 @@ NEVER = 1 << 30  # a position that no row sees
 @dataclass(slots=True)
 class BlockCache:
     """What a layer sees as its cache in a block's pass: K/V of the context from `pages` at `blocks`
-    [n, W], and behind them the block's own. `offset` int32 [n]: the newest tokens' positions.
+    [n, W], followed by the block's own. `offset` int32 [n]: the newest tokens' positions.
     """
 
     pages: Pages
@@ -53,14 +53,14 @@ class BlockPass(Pass):
             self.head.module.store(rows.hidden, self.pages)
             self.submit()
 
-    def draw(self, rows: HeadInput, chain: Chain) -> None:
+    def draft(self, rows: HeadInput, chain: Chain) -> None:
         self.read(rows)
         depth = chain.depths[0]
         hidden = self._block(chain, depth)
         logits = self.head.lm_head(hidden)
         for token in range(depth):
             at = slice(len(chain.spans)), token
-            chain.draw(self.head.module.scores(logits[at], hidden[at], chain.tokens))
+            chain.sample_next(self.head.module.scores(logits[at], hidden[at], chain.tokens))
 
     def _block(self, chain: Chain, depth: int) -> mx.array:
         """The head's output [n, depth, D] in the rows that predict."""

@@ -1,7 +1,7 @@
 """A head that drafts token by token: each of its rows joins a token with the target's hidden state
 of the position before it; a drafted token is joined with the head's own output.
 
-Rule: the rows of drafted tokens are written over by those with the target's hidden states.
+Rule: the rows of drafted tokens are overwritten by those with the target's hidden states.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ class ChainedPass(Pass):
     def read(self, rows: HeadInput) -> None:
         self._forward(rows)
 
-    def draw(self, rows: HeadInput, chain: Chain) -> None:
+    def draft(self, rows: HeadInput, chain: Chain) -> None:
         out = self._forward(rows)[rows.newest(chain.shift)]
-        chain.draw(self.head.lm_head(out))
+        chain.sample_next(self.head.lm_head(out))
         while chain.spans:
             drafted = HeadInput(chain.spans, chain.tokens, out[: len(chain.spans)])
             out = self._forward(drafted, chain.shift)
-            chain.draw(self.head.lm_head(out))
+            chain.sample_next(self.head.lm_head(out))
 
     def _forward(self, rows: HeadInput, shift: Shift = None) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that
@@ -66,7 +66,7 @@ class ParallelPass(ChainedPass):
         super().__init__(head, *args)
         self._hidden = head.prepare(head.module.mask_hidden)
 
-    def draw(self, rows: HeadInput, chain: Chain) -> None:
+    def draft(self, rows: HeadInput, chain: Chain) -> None:
         depth, shift = chain.depths[0], chain.shift
         starts = starts_of(rows.spans)
         newest = mx.array([starts[run] + run.count - 1 for run in rows.spans])
@@ -75,20 +75,20 @@ class ParallelPass(ChainedPass):
         runs = []
         places: list[int] = []
         owners: list[int] = []  # the number of each row's run
-        for n, (run, own) in enumerate(zip(rows.spans, chain.depths, strict=True)):
-            masks = Draft([0 for _ in range(run.sampled + own - 2)])
+        for n, (run, run_depth) in enumerate(zip(rows.spans, chain.depths, strict=True)):
+            masks = Draft([0 for _ in range(run.sampled + run_depth - 2)])
             runs.append(replace(run, draft=masks))
             places += range(starts[run], starts[run] + runs[-1].rows)
             owners += [n for _ in range(runs[-1].rows)]
         at = mx.array(places)
-        known = at <= newest[mx.array(owners)]
-        at = mx.where(known, at, len(rows.tokens))  # there the mask is
+        exists = at <= newest[mx.array(owners)]
+        at = mx.where(exists, at, len(rows.tokens))  # else the mask
         tokens = mx.concatenate([rows.tokens, mx.array([self.head.module.mask])])
         hidden = mx.concatenate([rows.hidden, self._hidden])
-        made = HeadInput(runs, tokens[at], hidden[at])
-        out = self._forward(made)
-        wanted = made.newest(shift)[:, None] + mx.arange(depth)
+        inputs = HeadInput(runs, tokens[at], hidden[at])
+        out = self._forward(inputs)
+        wanted = inputs.newest(shift)[:, None] + mx.arange(depth)
         wanted = mx.minimum(wanted, len(out) - 1)  # shallower drafts have fewer rows
         logits = self.head.lm_head(out[wanted.flatten()]).reshape(*wanted.shape, -1)
         for token in range(depth):
-            chain.draw(logits[: len(chain.spans), token])
+            chain.sample_next(logits[: len(chain.spans), token])

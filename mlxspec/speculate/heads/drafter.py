@@ -1,9 +1,9 @@
 """Drafts with a trained head of any kind, or with a small model.
 
-Rule: the row of a position lies in its slot under the target's block ids, so that a block is a
+Rule: the row of a position is in its slot under the target's block ids, so that a block is a
 function of its prefix. After a step with drafts the rows of all its samples are read at once: those
-after the last accepted one are written again before they are read. What others may share or the
-disk may save is read as soon as it stands: prompts, full blocks, what ends.
+after the last accepted one are written again before they are used. Rows that others may share or
+the disk may save are read as soon as they are final: of prompts, full blocks, finished sequences.
 """
 
 import time
@@ -33,8 +33,8 @@ from mlxspec.types import Check, Tap
 @dataclass(slots=True)
 class ReadState:
     """One sequence: its rows in the slots before `read` are right, and `hidden` are the hidden
-    states [n, D] of the rows from there on. Where its blocks went to another, it starts again at
-    what the prefix cache has of it."""
+    states [n, D] of the rows from there on. If its blocks went to another sequence, it restarts
+    after its cached prefix."""
 
     read: int = 0
     hidden: list[mx.array] = field(default_factory=list)
@@ -44,7 +44,7 @@ class ReadState:
 
 class HeadDrafter(Drafter):
     """Drafts with a HeadModel for the target that `runner` runs. The row that is made of the hidden
-    state at position p lies in slot p + `head.slot_offset`, 0 or 1."""
+    state at position p is in slot p + `head.slot_offset`, 0 or 1."""
 
     lazy = True
 
@@ -54,7 +54,7 @@ class HeadDrafter(Drafter):
         self.runner = runner
         self.costs = DraftCosts()
         self._pass = head.pass_type(head, runner)
-        runner.adopted = self._pass.pages
+        runner.head_pages = self._pass.pages
         self.use(head.taps)
         self._live: dict[Seq, ReadState] = {}
 
@@ -71,35 +71,38 @@ class HeadDrafter(Drafter):
         self.runner.states.taps = taps if self.head.slot_offset else ()
 
     def detach(self) -> None:
-        """Leave the runner as if the head had never been there."""
+        """Leave the runner as it was without the head."""
         self.close()
         self.runner.complete = True
         self.use(())
 
     def close(self) -> None:
-        # Else blocks would be saved whose rows it did not read.
-        self.runner.complete = not self.runner.adopted
-        self.runner.adopted = ()
+        # Else blocks would be saved without its rows.
+        self.runner.complete = not self.runner.head_pages
+        self.runner.head_pages = ()
         self._live.clear()
         # Recurrent states with and without hidden states cannot share a batch.
         if not self.runner.states.layers:
             self.use(())
 
     def options(self, seq: Seq) -> list[Proposal]:
-        """Greedy drafts, or, at a temperature above 0, those drawn with the target's noise and the
-        likeliest tokens, which a drafter less sure than its target guesses better. Each has rates
-        of its own: greedy requests say nothing about others."""
+        """Greedy drafts, or, at a temperature above 0, those sampled with the target's noise and
+        the likeliest tokens, with which a drafter less sure than its target is right more often.
+        Each has its own rates: greedy requests say nothing about others."""
         most = min(self.head.depth, seq.room - 1)
         if most < 1 or seq.remaining != 1 or not self._pass.can_draft(seq):
             return []
-        costs, made = self.costs, []
-        for how in ("drawn", LIKELIEST) if seq.request.sampling.temperature > 0 else ("greedy",):
-            keys = [(self.name, how, i + 1) for i in range(most)]
-            made.append(Proposal(self.name, (), costs.token, fixed=costs.fixed, rate_keys=keys))
-        return made
+        warm = seq.request.sampling.temperature > 0
+        costs = self.costs
+        proposals = []
+        for sampling in ("drawn", LIKELIEST) if warm else ("greedy",):
+            keys = [(self.name, sampling, i + 1) for i in range(most)]
+            proposal = Proposal(self.name, (), costs.token, fixed=costs.fixed, rate_keys=keys)
+            proposals.append(proposal)
+        return proposals
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
-        self._place(plan)
+        self._track_blocks(plan)
         drafting = deepest_first(self.chosen(plan))
         if not drafting:
             return
@@ -116,13 +119,13 @@ class HeadDrafter(Drafter):
             shift=shift,
             tokens=tokens,
         )
-        self._pass.draw(rows, chain)
+        self._pass.draft(rows, chain)
         for e, drafted in zip(drafting, chain.drafts, strict=True):
             e.draft = Draft(drafted, e.proposal.source, e.proposal.rate_keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
-        """Keep those of a step's hidden states that stand, and read what is due; other rows are
-        read once there are MAX_LAG."""
+        """Keep a step's hidden states up to the last accepted draft, and read rows that are due;
+        others are read once there are MAX_LAG."""
         hidden = self._hidden(step)
         offset, size = self.head.slot_offset, self.runner.view.block_size
         first = starts_of(step.plan)
@@ -162,10 +165,10 @@ class HeadDrafter(Drafter):
                 live.table = None  # its blocks may be another's from the next plan on
         if due:
             self.runner.grow()
-            self._pass.read(_rows_of(due, None))
+            self._pass.read(_head_input(due, None))
 
-    def _place(self, plan: Plan) -> None:
-        """Find the sequences that have new blocks. Before each step's drafts."""
+    def _track_blocks(self, plan: Plan) -> None:
+        """Find the sequences that have new blocks, before each step's drafts."""
         for seq, live in self._live.items():
             if live.table is not seq.table:  # its blocks may be another's now
                 live.table = None
@@ -179,14 +182,14 @@ class HeadDrafter(Drafter):
                 live.read = e.start + self.head.slot_offset - len(live.hidden)
 
     def _before(self, e: Entry) -> list[mx.array]:
-        """The hidden state before a sequence's first row, which a recurrent state brings."""
+        """The hidden state before a sequence's first row, which is part of a recurrent state."""
         if not (self.head.slot_offset and e.start and self.runner.states.layers):
             return []
         return [self.head.prepare(e.kept.recurrent[-1].reshape(1, -1))]
 
     def _unread(self, drafting: Plan, previous: Step | None) -> HeadInput:
-        """The rows of these sequences that were not read, up to their newest tokens, which are read
-        now; also those of the step in flight."""
+        """The unread rows of these sequences, up to their newest tokens, which are read now; also
+        those of the step in flight."""
         flying: dict[Seq, mx.array] = {}
         if previous:
             hidden = self._hidden(previous)
@@ -218,10 +221,10 @@ class HeadDrafter(Drafter):
                 run.draft = Draft(previous.sampled.tokens[first : first + e.inflight_drafts])
             if states:
                 runs.append((run, joined(states)))
-        return _rows_of(runs, previous)
+        return _head_input(runs, previous)
 
     def _hidden(self, step: Step) -> mx.array:
-        """What the head reads of a step's rows, [T, D]."""
+        """The head's input from a step's rows, [T, D]."""
         return self.head.prepare(joined([step.taps[tap] for tap in self.taps], axis=-1))
 
     # ---- costs -------------------------------------------------------------------------------
@@ -229,8 +232,8 @@ class HeadDrafter(Drafter):
     def learn_seconds(self, seconds: float, depth: int) -> None:
         self.costs.learn(seconds, depth)
 
-    def make_one(self, table: list[int]) -> None:
-        """Make a draft in unused blocks, which shows that the head's code runs."""
+    def draft_once(self, table: list[int]) -> None:
+        """Draft in unused blocks, which shows that the head's code runs."""
         self._seconds(table, 1)
 
     def measure(self, table: list[int], check: Check = lambda: None) -> DraftCosts:
@@ -244,7 +247,7 @@ class HeadDrafter(Drafter):
         return replace(self.costs)
 
     def _seconds(self, table: list[int], depth: int) -> float:
-        """Seconds that a draft of so many tokens takes behind one row."""
+        """Seconds that a draft of `depth` tokens takes behind one row."""
         context = min(64, len(table) * self.runner.view.block_size - depth - 1)
         newest = unused_span(self.runner, table, context)
         dtype = self.head.embed(mx.array([0])).dtype
@@ -259,19 +262,19 @@ class HeadDrafter(Drafter):
             shift=None,
             tokens=build_inputs([newest], None, None),
         )
-        self._pass.draw(_rows_of([(run, hidden)], None), chain)
+        self._pass.draft(_head_input([(run, hidden)], None), chain)
         mx.eval(chain.drafts)
         return time.perf_counter() - began
 
 
-def _rows_of(runs: Sequence[tuple[Span, mx.array]], previous: Step | None) -> HeadInput:
-    """Rows with their hidden states, and the tokens there; those in flight are taken lazily."""
+def _head_input(runs: Sequence[tuple[Span, mx.array]], previous: Step | None) -> HeadInput:
+    """Rows with their hidden states and tokens; tokens in flight are taken lazily."""
     spans = [span for span, _ in runs]
     return HeadInput(spans, build_inputs(spans, previous, None), joined([rows for _, rows in runs]))
 
 
 def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
-    """The parts in one; [0, 0] of none."""
+    """The parts in one array; [0, 0] if there are none."""
     if len(parts) == 1:
         return parts[0]
     return mx.concatenate(list(parts), axis) if parts else mx.zeros((0, 0))

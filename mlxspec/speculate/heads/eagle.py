@@ -2,7 +2,7 @@
 fused from three of the target's layers, or the head's own output for a drafted token.
 
 Reads the speculators format and the authors' own. Drafts may come from a reduced vocabulary.
-P-EAGLE (arXiv 2602.01469) puts a learned vector in the place of hidden states that are not there.
+P-EAGLE (arXiv 2602.01469) puts a learned vector in the place of missing hidden states.
 """
 
 from typing import Any
@@ -46,8 +46,8 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """The head's modules under their published names. `width`: of each of the target's hidden
-    states, of which there are `taps`."""
+    """The head's modules under their published names. It reads `taps` of the target's hidden
+    states, of `width` each."""
 
     def __init__(self, config: Json, taps: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class Eagle3(nn.Module):
         return self.norm(x) if self.norm_output else x
 
     def normed(self, out: Array) -> Any:
-        """What lm_head reads of the head's output [n, D]."""
+        """The input of lm_head from the head's output [n, D]."""
         return out if self.norm_output else self.norm(out)
 
 
@@ -91,16 +91,16 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     config = flat_config(files.config)
     tensors = {name.replace("midlayer.", "layers.0."): x for name, x in files.tensors.items()}
     width, _ = sizes_of(target)
-    has = len(decoder_layers(target))
-    taps = _taps(config, has)
-    check_taps(files, taps, has)
+    layers = len(decoder_layers(target))
+    taps = _taps(config, layers)
+    check_taps(files, taps, layers)
     size = config["hidden_size"]
     module = Eagle3(config, len(taps), width)
     parallel = "mask_hidden" in tensors
     if parallel:
         module.mask_hidden = tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
-    own = config.get("embed_requires_grad", parallel) or size != width
-    ignored = () if own else ("embed_tokens.",)
+    own_embedding = config.get("embed_requires_grad", parallel) or size != width
+    ignored = () if own_embedding else ("embed_tokens.",)
     embed, lm_head, vocabulary = load_module(
         files, module, tensors, size=size, target=target, ignored=ignored
     )
@@ -124,7 +124,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
 
 
 def _taps(config: Json, layers: int) -> tuple[Tap, ...]:
-    """Id i stands for the hidden state before layer i."""
+    """The taps of the configured ids: id i stands for the hidden state before layer i."""
     eagle = config.get("eagle_config") or {}
     ids = config.get(AUX_LAYERS) or eagle.get(AUX_LAYERS) or (2, layers // 2, layers - 3)
     return tuple(i - 1 for i in ids)

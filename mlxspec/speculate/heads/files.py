@@ -1,8 +1,8 @@
-"""Finds a trained head in a directory by the tensors that are there, in any packaging: a directory
-of its own (sidecar), in a model's shards, in a file beside them.
+"""Finds a trained head in a directory by its tensors, in any packaging: a directory of its own
+(sidecar), a model's shards, a file beside them.
 
-Rule: what config.json promises proves nothing; only tensors do. They stay on disk until a head is
-built from them.
+Rule: a head is proven by its tensors alone, not by what config.json promises. They stay on disk
+until a head is built from them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,9 +16,9 @@ from mlxspec.model.layout import flat
 from mlxspec.types import Json, UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
-OF_FILE = "beside."  # goes before the names of what lies in these
-# By kind, a tensor that only such heads have, and what lies beside it, where a model may have one
-# of the same name.
+BESIDE_PREFIX = "beside."  # of the names of tensors in these files
+# By kind, a tensor that only such heads have, and another beside it, if a model may have a tensor
+# of the first name.
 MARKS = (
     ("mtp", "pre_fc_norm_hidden.weight", ""),
     ("nextn", "eh_proj.weight", ""),
@@ -52,41 +52,41 @@ class HeadFiles:
 
 
 def find_head(path: Path) -> HeadFiles:
-    """What a directory holds of a head."""
+    """The head in a directory, if there is one."""
     config = read_json(path / "config.json")
     none = HeadFiles(path, config)
-    found: dict[str, mx.array] = {}
+    tensors: dict[str, mx.array] = {}
     file = path
     try:
-        beside = {path / name for name in (*BESIDE, _named(config))}
+        beside = {path / name for name in (*BESIDE, _mtp_file(config))}
         for file in sorted({*path.glob("*.safetensors"), *filter(Path.is_file, beside)}):
-            tensors: Any = mx.load(str(file))
-            within = OF_FILE if file in beside else ""
-            found |= {within + name: array for name, array in tensors.items()}
+            arrays: Any = mx.load(str(file))
+            within = BESIDE_PREFIX if file in beside else ""
+            tensors |= {within + name: array for name, array in arrays.items()}
     except (OSError, RuntimeError, ValueError) as error:
         why = UnsupportedModel(f"{file} cannot be read: {line_of(error)}; download it again")
         return replace(none, standalone=_is_sidecar(config), error=why)
     for kind, mark, other in MARKS:
-        ends = [name.removesuffix(mark) for name in found if f".{name}".endswith(f".{mark}")]
-        if prefixes := [prefix for prefix in ends if prefix + (other or mark) in found]:
+        ends = [name.removesuffix(mark) for name in tensors if f".{name}".endswith(f".{mark}")]
+        if prefixes := [prefix for prefix in ends if prefix + (other or mark) in tensors]:
             prefix = min(prefixes)  # in a file beside, else the first of several layers
             within = "" if prefix == "model." else prefix  # a sidecar's lm_head lies outside
-            own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}
-            return replace(none, standalone=len(own) == len(found), kind=kind, tensors=own)
+            inner = {n.removeprefix(prefix): a for n, a in tensors.items() if n.startswith(within)}
+            return replace(none, standalone=len(inner) == len(tensors), kind=kind, tensors=inner)
     return none
 
 
 def find_draft(path: Path, target: Path) -> HeadFiles:
-    """What --draft names, for the model in `target`: of the same model, unconverted for example,
-    only its head is wanted."""
-    found = find_head(path)
-    if found.kind and _sizes(found.config) == _sizes(read_json(target / "config.json")):
-        return replace(found, standalone=True)
-    return found
+    """What --draft names, for the model in `target`: if it is the same model, unconverted for
+    example, only its head is wanted."""
+    files = find_head(path)
+    if files.kind and _sizes(files.config) == _sizes(read_json(target / "config.json")):
+        return replace(files, standalone=True)
+    return files
 
 
 def _sizes(config: Json) -> list[Any]:
-    """What is equal in all precisions of a model."""
+    """Sizes that are equal in all precisions of a model."""
     return [flat(config).get(name) for name in ("hidden_size", "num_hidden_layers")]
 
 
@@ -94,11 +94,11 @@ def _is_sidecar(config: Json) -> bool:
     return str(config.get("model_type", "")).endswith(("_mtp", "_assistant"))
 
 
-def _named(config: Json) -> str:
-    """The file of its head that a model's config.json names. Raises ValueError."""
+def _mtp_file(config: Json) -> str:
+    """The file that a model's config.json names for its head. Raises ValueError."""
     extra = config.get("mlx_lm_extra_tensors")
-    named = extra.get("mtp_file") if isinstance(extra, dict) else None
-    name = str(named or BESIDE[0])
+    file = extra.get("mtp_file") if isinstance(extra, dict) else None
+    name = str(file or BESIDE[0])
     if {"", ".."} & set(name.split("/")):
         raise ValueError(f"config.json has mtp_file = {name!r}, which is not beside it")
     return name

@@ -27,7 +27,7 @@ class ResBlock(nn.Module):
 
 
 class Medusa(nn.Module):
-    """`heads`: of each its blocks and its lm_head, in the order of the tokens that they draft."""
+    """`heads`: the blocks and lm_head of each, in the order of the tokens that they draft."""
 
     def __init__(self, heads: int, blocks: int, size: int, vocab: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class Medusa(nn.Module):
 class MedusaPass(Pass):
     """`head.module` is a Medusa."""
 
-    def draw(self, rows: HeadInput, chain: Chain) -> None:
+    def draft(self, rows: HeadInput, chain: Chain) -> None:
         hidden = rows.newest_hidden(chain.shift)
         heads = iter(self.head.module.heads)
         while chain.spans:
@@ -48,7 +48,7 @@ class MedusaPass(Pass):
             for layer in next(heads):
                 x = layer(x)
             self.submit(x)
-            chain.draw(x)
+            chain.sample_next(x)
 
 
 def load_medusa(files: HeadFiles, target: nn.Module) -> HeadModel:

@@ -1,6 +1,6 @@
-"""What all kinds of heads are to the drafter: a loaded head, and how it reads and drafts.
+"""All kinds of heads as the drafter sees them: a loaded head, and how it reads and drafts.
 
-Rule: a kind is a loader, which returns a HeadModel, and a Pass; all else is the drafter's.
+Rule: a kind is a loader, which returns a HeadModel, and a Pass; everything else is the drafter's.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ from mlxspec.types import FINAL_NORM, Tap
 
 @dataclass(slots=True)
 class HeadInput:
-    """Runs of rows that a head reads, `spans`: tokens int32 [T] and what `prepare` made
-    of the target's hidden states [T, D], those `slot_offset` positions before. Where drafts are in
-    flight, a run has the rows of all samples, of which one is of the newest token."""
+    """Runs of rows that a head reads, `spans`: tokens int32 [T] and the target's hidden states
+    `slot_offset` positions before them, after `prepare`, [T, D]. With drafts in flight, a run has
+    the rows of all samples, one of which is the newest token's."""
 
     spans: Spans
     tokens: Array
@@ -43,8 +43,8 @@ class HeadInput:
 
 
 class Pass:
-    """How a kind of head reads rows, and makes the logits of what it drafts. What it computes is
-    submitted before it returns, so that the next may write the pages in place. `pages` are the
+    """How a kind of head reads rows, and computes the logits of what it drafts. It submits what it
+    computes before it returns, so that the next pass may write the pages in place. `pages` are the
     head's own, `runner` the target's."""
 
     pages: list[Pages]
@@ -69,17 +69,17 @@ class Pass:
         return True
 
     def read(self, rows: HeadInput) -> None:
-        """Write K and V of rows that stand."""
+        """Write K and V of final rows."""
 
-    def draw(self, rows: HeadInput, chain: Chain) -> None:
-        """Read the rows that were not read yet, up to the newest token's of each sequence of the
-        chain, and draw all its tokens."""
+    def draft(self, rows: HeadInput, chain: Chain) -> None:
+        """Read the unread rows, up to the newest token's of each sequence of the chain, and sample
+        all its tokens."""
         raise NotImplementedError
 
     def submit(self, out: Array | tuple[()] = ()) -> None:
         """Start to compute the output of a pass; where there is none, its K and V."""
         self.view.last_keys = None
-        # A pool that is named would be copied by the next pass.
+        # The next pass would copy a pool that is passed here.
         pools = pools_of(self.pages)
         mx.async_eval(out if len(out) else [pool.flatten()[:1] + 0 for pool in pools])
 
@@ -90,13 +90,13 @@ def unchanged(hidden: Array) -> Array:
 
 @dataclass(slots=True)
 class HeadModel:
-    """A loaded head. `pass_type` says how it works. `prepare` makes what it reads of the target's
-    `taps` side by side, [T, width]; `embed` and `lm_head` are those that it drafts with, as a rule
+    """A loaded head. `pass_type` says how it works. `prepare` computes its input from the target's
+    `taps` side by side, [T, width]; `embed` and `lm_head` are those that it drafts with, usually
     the target's own.
 
     It has K and V of its own in `kv_layers` layers, whose row in slot p is made of the hidden state
-    at p - `slot_offset`, 0 or 1. `depth`: tokens that it drafts at most. `tries_taps`: whether it
-    reads the hidden state before or after the final norm is to be tried."""
+    at p - `slot_offset`, 0 or 1. `depth`: its longest draft. `tries_taps`: trials must show whether
+    it reads the hidden state before or after the final norm."""
 
     name: str
     pass_type: type[Pass]

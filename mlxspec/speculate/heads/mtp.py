@@ -55,9 +55,9 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     make: Any = type(attending[0])
     tensors = _final_norms(_stacked_experts(files.tensors, args))
     count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-    place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
+    index = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
     return build(
-        files, tensors, [make(args, place) for _ in range(count or 1)], args=args, target=target
+        files, tensors, [make(args, index) for _ in range(count or 1)], args=args, target=target
     )
 
 
@@ -68,8 +68,8 @@ def build(
     args: Any,
     target: nn.Module,
 ) -> HeadModel:
-    """The head of these decoder layers with `tensors` as its weights, which may be an embedding and
-    lm_head of its own. Raises UnsupportedModel."""
+    """The head with these decoder layers and `tensors` as its weights, which may include its own
+    embedding and lm_head. Raises UnsupportedModel."""
     module = MTP(layers, args.hidden_size, args.rms_norm_eps)
     embed, lm_head, _ = load_module(files, module, tensors, size=args.hidden_size, target=target)
     return HeadModel(
@@ -85,7 +85,7 @@ def build(
 
 
 def _final_norms(tensors: dict[str, Array]) -> dict[str, Array]:
-    """Norms as they are used."""
+    """The tensors, with norms as they are used."""
     norms = {name: array for name, array in tensors.items() if "norm" in name}
     means = {name: float(array.astype(mx.float32).mean()) for name, array in norms.items()}
     qk = [mean for name, mean in means.items() if name.endswith(QK_NORMS)]
@@ -98,17 +98,17 @@ def _final_norms(tensors: dict[str, Array]) -> dict[str, Array]:
 def _stacked_experts(tensors: dict[str, Array], args: Any) -> dict[str, Array]:
     """Experts under `switch_mlp`, whether they came fused (gate and up in one tensor) or one by
     one. Raises KeyError."""
-    made = dict(tensors)
+    stacked = dict(tensors)
     for name in tensors:
         if name.endswith(".experts.gate_up_proj"):
             base = name.removesuffix("experts.gate_up_proj") + "switch_mlp."
-            gate, up = mx.split(made.pop(name), 2, axis=-2)
-            made |= {base + "gate_proj.weight": gate, base + "up_proj.weight": up}
+            gate, up = mx.split(stacked.pop(name), 2, axis=-2)
+            stacked |= {base + "gate_proj.weight": gate, base + "up_proj.weight": up}
             down = name.replace("gate_up_proj", "down_proj")
-            made[base + "down_proj.weight"] = made.pop(down)
+            stacked[base + "down_proj.weight"] = stacked.pop(down)
     for name in tensors:
         if FIRST_EXPERT in name:
             numbers = range(args.num_experts)
-            experts = [made.pop(name.replace(FIRST_EXPERT, f".experts.{i}.")) for i in numbers]
-            made[name.replace(FIRST_EXPERT, ".switch_mlp.")] = mx.stack(experts)
-    return made
+            experts = [stacked.pop(name.replace(FIRST_EXPERT, f".experts.{i}.")) for i in numbers]
+            stacked[name.replace(FIRST_EXPERT, ".switch_mlp.")] = mx.stack(experts)
+    return stacked

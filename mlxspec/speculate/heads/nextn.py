@@ -16,8 +16,8 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import build
 from mlxspec.types import UnsupportedModel
 
-# What is not part of the decoder layer, in checkpoints and sidecars, and its name in our module.
-OWN = {
+# Modules outside the decoder layer, in checkpoints and sidecars, and their names in our module.
+OUTER_MODULES = {
     "enorm": "pre_fc_norm_embedding",
     "hnorm": "pre_fc_norm_hidden",
     "eh_proj": "fc",
@@ -44,12 +44,13 @@ def load_nextn(files: HeadFiles, target: Module) -> HeadModel:
 
 def _sanitized(tensors: dict[str, mx.array], owner: Any) -> dict[str, mx.array]:
     """The tensors in mlx-lm's form and under our names. They pass for the model's first layer,
-    because mlx-lm drops what lies behind the last."""
+    because mlx-lm drops layers behind the last."""
     first = "model.layers.0."
-    named = {first + name.removeprefix("mtp_block."): array for name, array in tensors.items()}
-    made = {}
-    for name, array in owner.sanitize(named).items():
+    as_first = {first + name.removeprefix("mtp_block."): array for name, array in tensors.items()}
+    sanitized = {}
+    for name, array in owner.sanitize(as_first).items():
         inner = name.removeprefix(first)
         module, _, kind = inner.rpartition(".")
-        made[f"{OWN[module]}.{kind}" if module in OWN else f"layers.0.{inner}"] = array
-    return made
+        ours = OUTER_MODULES.get(module)
+        sanitized[f"{ours}.{kind}" if ours else f"layers.0.{inner}"] = array
+    return sanitized

@@ -17,12 +17,12 @@ IGNORED: tuple[str, ...] = ("t2d", "d2t", "verifier_")
 MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
 
 
-def flat_config(files: Json) -> Json:
-    """The settings of a head and of its layers, which the speculators format has apart, in one."""
-    inner = files.get("transformer_layer_config")
+def flat_config(config: Json) -> Json:
+    """The settings of a head and of its layers, which the speculators format separates, in one."""
+    inner = config.get("transformer_layer_config")
     if not isinstance(inner, dict):
-        return files | {"model_type": "llama"}
-    return inner | {name: value for name, value in files.items() if name != "model_type"}
+        return config | {"model_type": "llama"}
+    return inner | {name: value for name, value in config.items() if name != "model_type"}
 
 
 def load_tensors(files: HeadFiles, module: nn.Module, tensors: dict[str, Array]) -> None:
@@ -46,10 +46,10 @@ def load_module(
     target: nn.Module,
     ignored: tuple[str, ...] = (),
 ) -> tuple[Any, Any, "Vocabulary"]:
-    """As `load_tensors`, in the target's precision, also an embedding and an lm_head where the
-    tensors hold them, and without those whose names begin as `ignored` ones do. Returns those that
-    the head drafts with, its own or the target's, and what its logits stand for. `size` is that of
-    its hidden states. Raises UnsupportedModel, for a head of other tokens too."""
+    """As `load_tensors`, in the target's precision, with an embedding and an lm_head if the tensors
+    hold them, and without tensors whose names begin as `ignored` ones do. Returns the embedding and
+    lm_head that the head drafts with, its own or the target's, and the vocabulary of its logits.
+    `size` is that of its hidden states. Raises UnsupportedModel, for a head of other tokens too."""
     embed, lm_head = embedding_and_lm_head(target)
     dtype = embed(mx.array([0])).dtype  # two in one product would convert the weights every time
     tensors = {
@@ -65,23 +65,23 @@ def load_module(
     lm_head = module.get("lm_head", lm_head)
     _, vocab = sizes_of(target)
     rows = lm_head(mx.zeros((1, size))).shape[-1]
-    added = files.tensors.get("d2t")
-    ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))
-    known = [rows if added is None else vocab]
+    offsets = files.tensors.get("d2t")
+    ids = mx.arange(rows) + (0 if offsets is None else offsets.astype(mx.int32))
+    vocab_sizes = [rows if offsets is None else vocab]
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.QuantizedEmbedding):
-            known.append(len(part.weight))
+            vocab_sizes.append(len(part.weight))
     # MLX does not check indices.
-    if min(known) < vocab or ids.min() < 0 or ids.max() >= vocab:
+    if min(vocab_sizes) < vocab or ids.min() < 0 or ids.max() >= vocab:
         raise UnsupportedModel(
             f"the head in {files.path} is for a model of more or fewer than {vocab} tokens",
         )
-    vocabulary = Vocabulary(None if added is None else ids, vocab)
+    vocabulary = Vocabulary(None if offsets is None else ids, vocab)
     return module.get("embed_tokens", embed), lm_head, vocabulary
 
 
 def sizes_of(target: nn.Module) -> tuple[int, int]:
-    """A model's hidden size, and of how many tokens its logits are. Raises UnsupportedModel."""
+    """A model's hidden size, and the number of its logits. Raises UnsupportedModel."""
     embed, lm_head = embedding_and_lm_head(target)
     example = embed(mx.array([0]))
     return example.shape[-1], lm_head(example).shape[-1]
@@ -97,8 +97,8 @@ def check_taps(files: HeadFiles, taps: Sequence[Tap], layers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Logits [n, size] of those for the tokens `ids`, int32, where others are never drafted; None:
-    they are for all."""
+    """Makes logits [n, size] of those for the tokens `ids`, int32; others are never drafted. None:
+    they are for all tokens."""
 
     ids: Array | None
     size: int
@@ -112,21 +112,21 @@ class Vocabulary:
 
 
 def mask_of(files: HeadFiles, config: Json, embed: Any) -> int:
-    """The token in the place of those that are not drafted yet."""
-    found = next((config[name] for name in MASKS if config.get(name) is not None), None)
-    if not isinstance(found, int) or not 0 <= found < len(embed.weight):
+    """The token in the place of those that are not drafted yet. Raises UnsupportedModel."""
+    mask = next((config[name] for name in MASKS if config.get(name) is not None), None)
+    if not isinstance(mask, int) or not 0 <= mask < len(embed.weight):
         raise UnsupportedModel(
-            f"the head in {files.path} has mask_token_id = {found}, not a token of this model:"
+            f"the head in {files.path} has mask_token_id = {mask}, not a token of this model:"
             " take its config.json from the same revision as its tensors",
         )
-    return found
+    return mask
 
 
 def _quantize(module: nn.Module, tensors: dict[str, Array]) -> None:
-    """Quantize the layers that the files hold quantized, each with its own bits and group size,
-    which the shapes of its tensors tell."""
+    """Quantize the layers that the files hold quantized, each with the bits and group size that the
+    shapes of its tensors show."""
 
-    def how(path: str, layer: nn.Module) -> Any:
+    def quantization(path: str, layer: nn.Module) -> Any:
         scales = tensors.get(f"{path}.scales")
         if scales is None or not hasattr(layer, "to_quantized"):
             return False
@@ -136,4 +136,4 @@ def _quantize(module: nn.Module, tensors: dict[str, Array]) -> None:
         mode = "affine" if f"{path}.biases" in tensors else MODES[group, bits]
         return {"group_size": group, "bits": bits, "mode": mode}
 
-    nn.quantize(module, class_predicate=how)
+    nn.quantize(module, class_predicate=quantization)

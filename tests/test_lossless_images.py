@@ -24,6 +24,7 @@ VOCAB = 300  # of what texts have
 DRAFTERS = ["plain", "liar", "lookup", "suffix", "mtp", "eagle3"]
 LAYOUTS = [("mistral3", "rows"), ("mistral3", "gather"), ("pixtral", "rows"), ("qwen3_5", "rect")]
 LAYOUTS += [("qwen3_vl", "rows"), ("qwen3_vl", "gather"), ("gemma4", "rows")]
+LAYOUTS += [("qwen3_5_moe", "rect"), ("qwen3_vl_moe", "rows")]
 HEADS = {"mistral3": ("eagle3",), "qwen3_5": ("mtp", "eagle3"), "qwen3_vl": ("mtp", "eagle3")}
 
 

@@ -26,7 +26,10 @@ from mlxspec.sequences import SeqState, Span
 from mlxspec.text.images import ImageReader, image_reader
 from mlxspec.types import Image, UnsupportedModel, line_of
 
-TEXTS = (3, 1, 4), (1, 5, 9, 2)  # before and behind the image that is tried
+TEXTS = (
+    (3, 1, 4),
+    (1, 5, 9, 2),
+)  # before and behind the image that is tried
 BLOCKS = 64
 
 
@@ -106,7 +109,12 @@ def image_error(runner: Runner, reader: ImageReader) -> str:
     return ""
 
 
-def _logits(runner: Runner, reader: ImageReader, image: Image, cuts: Sequence[int]) -> Array:
+def _logits(
+    runner: Runner,
+    reader: ImageReader,
+    image: Image,
+    cuts: Sequence[int],
+) -> Array:
     """[vocab] behind a prompt with an image that is computed in chunks."""
     before, behind = TEXTS
     ids, span = reader.span(image, len(before))
@@ -116,7 +124,12 @@ def _logits(runner: Runner, reader: ImageReader, image: Image, cuts: Sequence[in
     rows = Span(kept, [table], tokens, start=0, count=len(tokens), samples=True)
     start = 0
     for stop in (*cuts, len(tokens)):
-        part = replace(rows, start=start, count=stop - start, samples=stop == len(tokens))
+        part = replace(
+            rows,
+            start=start,
+            count=stop - start,
+            samples=stop == len(tokens),
+        )
         done = runner.forward([part], None)
         mx.eval(done.logits)
         start = stop

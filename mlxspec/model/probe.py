@@ -17,9 +17,18 @@ from mlxspec.sequences import Draft, SeqState, Span
 from mlxspec.types import UnsupportedModel, line_of
 
 PROMPTS = ((3, 1, 4, 1), (9, 2, 6), (5, 3, 5, 8, 9))
-CONTINUATION = (2, 7, 1, 8)  # follows each prompt, partly as accepted drafts
+CONTINUATION = (
+    2,
+    7,
+    1,
+    8,
+)  # follows each prompt, partly as accepted drafts
 REJECTED = 5  # a token that is not in CONTINUATION
-DRAFTS = ((7, REJECTED), (7, 1), (REJECTED,))  # one for each prompt, after its first token
+DRAFTS = (
+    (7, REJECTED),
+    (7, 1),
+    (REJECTED,),
+)  # one for each prompt, after its first token
 ACCEPTED = (1, 2, 0)
 BLOCK, BLOCKS = 4, 16  # size and number of the blocks in the pools
 WIDTH = 5  # blocks of a prompt and its continuation
@@ -63,7 +72,14 @@ def probe_logits(runner: Runner) -> list[dict[int, Array]]:
     ) -> None:
         plan: dict[Span, int] = {}
         for i, n in enumerate(counts):
-            span = Span(seqs[i], tables[i], texts[i], start=computed[i], count=n, samples=samples)
+            span = Span(
+                seqs[i],
+                tables[i],
+                texts[i],
+                start=computed[i],
+                count=n,
+                samples=samples,
+            )
             span.draft = Draft(drafts[i])
             if n:
                 plan[span] = i
@@ -95,7 +111,10 @@ def logits_error(logits: Sequence[dict[int, Array]], reference: Sequence[Array])
     """How the logits, by their index in the reference, differ from it by more than rounding
     explains, or ""."""
     for by_index, whole in zip(logits, reference, strict=True):
-        rows, expected = mx.stack(list(by_index.values())), whole[mx.array(list(by_index))]
+        rows, expected = (
+            mx.stack(list(by_index.values())),
+            whole[mx.array(list(by_index))],
+        )
         tolerance = TOLERANCE_HALF
         if expected.dtype == mx.float32:
             tolerance = TOLERANCE_FP32

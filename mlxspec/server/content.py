@@ -26,7 +26,10 @@ HOSTED = re.compile(r"\w{1,48}_tool_(use|result)")
 IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
 READS_TEXT = "this model reads text only"
 LEFT_OUT = f" left out: {READS_TEXT}]\n"  # ends the line for a part
-PART_FIELDS = ("content", "output")  # fields of messages, items and parts
+PART_FIELDS = (
+    "content",
+    "output",
+)  # fields of messages, items and parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,14 +59,19 @@ def _get(url: str, most: int, until: float) -> bytes | str:
     connection: HTTPConnection = HTTPConnection(host, port)
     if secure:
         connection = HTTPSConnection(host, port)
-    with socket.create_connection((min(addresses), port), _left(until)) as plain:
-        connection.sock = plain
+    sock = socket.create_connection((min(addresses), port), _left(until))
+    try:
         if secure:
-            connection.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+            sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+        connection.sock = sock
         path = parts.path or "/"
         if parts.query:
             path += f"?{parts.query}"
-        connection.request("GET", path, headers={"User-Agent": "mlxspec", "Accept": "image/*"})
+        connection.request(
+            "GET",
+            path,
+            headers={"User-Agent": "mlxspec", "Accept": "image/*"},
+        )
         response = connection.getresponse()
         if response.status in MOVED:
             return response.getheader("Location") or ""
@@ -75,10 +80,12 @@ def _get(url: str, most: int, until: float) -> bytes | str:
         data = bytearray()
         while part := response.read(PART):
             data += part
-            connection.sock.settimeout(_left(until))
+            sock.settimeout(_left(until))
             if len(data) > most:
                 raise FetchError(f"its URL has more than {most >> 20} MiB")
         return bytes(data)
+    finally:
+        sock.close()
 
 
 def _left(until: float) -> float:

@@ -82,7 +82,10 @@ class ImageReader:
             ratio = max(height, width) / self.longest
             ratio = max(ratio, math.sqrt(height * width / most))
             if ratio > 1:
-                height, width = math.floor(height / ratio), math.floor(width / ratio)
+                height, width = (
+                    math.floor(height / ratio),
+                    math.floor(width / ratio),
+                )
             return -(-max(1, height) // side) * side, -(-max(1, width) // side) * side
         rows, columns = round(height / side), round(width / side)
         area = rows * columns * side**2
@@ -110,12 +113,18 @@ class ImageReader:
         rows, columns = rows // self.patch, columns // self.patch
         patches = pixels.reshape(rows, self.patch, columns, self.patch, 3)
         patches = patches.transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
-        digest = blake2b(patches.tobytes() + bytes(f"{rows}x{columns}", "ascii"), digest_size=16)
+        digest = blake2b(
+            patches.tobytes() + bytes(f"{rows}x{columns}", "ascii"),
+            digest_size=16,
+        )
         return Image(patches, rows, columns, digest.digest(), self.mean, self.std)
 
     def span(self, image: Image, start: int) -> tuple[list[int], ImageSpan]:
         """The ids of an image whose first stands at `start`, and where it is."""
-        rows, columns = image.rows // self.merge, image.columns // self.merge
+        rows, columns = (
+            image.rows // self.merge,
+            image.columns // self.merge,
+        )
         own = negative_ids(image.digest, rows * columns)
         ids = list(self.before)
         for row in range(rows):

@@ -142,7 +142,14 @@ def learn_layout(write: Write) -> Layout | None:
     if not parts or "\\" in parts[2]:  # JSON in a string
         return _whole(one)
     layout = _with_parameters(write, before, *map(PIECE.findall, parts.groups()))
-    texts = [layout.opens, layout.after, layout.closes, layout.ends, layout.key, layout.separator]
+    texts = [
+        layout.opens,
+        layout.after,
+        layout.closes,
+        layout.ends,
+        layout.key,
+        layout.separator,
+    ]
     texts += [text for value in layout.values for text in (value.opens, value.closes)]
     mixed = any(word in text for text in texts for word in (NAME, *ARGUMENTS, *ARGUMENTS.values()))
     named = layout.style == "tags" or layout.after.strip() in ("(", "{")
@@ -185,11 +192,17 @@ def _with_section(write: Write, layout: Layout) -> Layout:
     first: Json = {KEY_A: VALUE_A}
     try:
         text = write([(NAME, first), (OTHER, {KEY_B: VALUE_B})])
-        _, end = _json_in(text, first) or (0, text.index(VALUE_A) + len(VALUE_A))
+        _, end = _json_in(text, first) or (
+            0,
+            text.index(VALUE_A) + len(VALUE_A),
+        )
         other = text.rindex(OTHER, end, text.index(KEY_B))
     except Exception:  # a template raises whatever its author chose
         return layout
-    closes, before = PIECE.findall(layout.closes), PIECE.findall(layout.before)
+    closes, before = (
+        PIECE.findall(layout.closes),
+        PIECE.findall(layout.before),
+    )
     between = PIECE.findall(text[end:other].replace(KEY_A, SAME_KEY))
     n = common_length(closes, between)
     while n and closes[n - 1].isspace():
@@ -269,4 +282,11 @@ def _with_values(write: Write, layout: Layout, ending: str) -> Layout:
     ]
     closed = closes.strip() or re.match(TAG, layout.key)
     style: Literal["tags", "words"] = "tags" if closed else "words"
-    return replace(layout, style=style, values=tuple(values), raw=raw, html=html, true=true)
+    return replace(
+        layout,
+        style=style,
+        values=tuple(values),
+        raw=raw,
+        html=html,
+        true=true,
+    )

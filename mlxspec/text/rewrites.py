@@ -33,7 +33,10 @@ def calls_as_text(messages: Messages, form: ChatFormat) -> Messages:
         turn = dict(message)
         if calls := turn.pop("tool_calls", ()):
             named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            texts = [turn["content"], render_calls(form.history_format or "json_tools", named)]
+            texts = [
+                turn["content"],
+                render_calls(form.history_format or "json_tools", named),
+            ]
             turn["content"] = "\n".join(filter(None, texts))
         turns.append(turn)
     return turns
@@ -129,7 +132,10 @@ def text_before_calls(messages: Messages, _: ChatFormat) -> Messages:
             said = f"<assistant>\n{message['content']}\n</assistant>"
             message = {**message, "content": ""}
             if turns and turns[-1]["role"] in ("user", "tool"):
-                turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n\n{said}"}
+                turns[-1] = {
+                    **turns[-1],
+                    "content": f"{turns[-1]['content']}\n\n{said}",
+                }
             else:
                 turns.append({"role": "user", "content": said})
         turns.append(message)
@@ -148,7 +154,10 @@ def without_empty(messages: Messages, _: ChatFormat) -> Messages:
 def content_as_list(messages: Messages, _: ChatFormat) -> Messages:
     """Content as a list of one part, for templates that read no other."""
     return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        {
+            **message,
+            "content": [{"type": "text", "text": message["content"]}],
+        }
         for message in messages
     ]
 
@@ -169,7 +178,11 @@ def user_first(messages: Messages, _: ChatFormat) -> Messages:
     """Insert a turn of the user before an answer that comes first."""
     at = int(messages[0]["role"] == "system")
     if messages[at:] and messages[at]["role"] == "assistant":
-        return [*messages[:at], {"role": "user", "content": BEGINNING}, *messages[at:]]
+        return [
+            *messages[:at],
+            {"role": "user", "content": BEGINNING},
+            *messages[at:],
+        ]
     return messages
 
 
@@ -241,10 +254,20 @@ REWRITES: dict[Rewrite, list[Messages]] = {
     without_empty: [[ASK, EMPTY, AGAIN], [ASK, CALL, RESULT, EMPTY, AGAIN]],
     without_system: [[SYSTEM, ASK], [SYSTEM, ASK, CALL, RESULT]],
     one_system: [[SYSTEM, LATE, ASK]],
-    system_as_user: [[SYSTEM, ASK, ANSWER, LATE, AGAIN], [ASK, LATE], [ASK, CALL, RESULT, LATE]],
+    system_as_user: [
+        [SYSTEM, ASK, ANSWER, LATE, AGAIN],
+        [ASK, LATE],
+        [ASK, CALL, RESULT, LATE],
+    ],
     call_by_call: [[ASK, CALLS, RESULT, MORE]],
-    text_before_calls: [[ASK, BESIDE, RESULT], [ASK, BESIDE, RESULT, ANSWER, AGAIN]],
-    user_in_results: [[ASK, CALL, RESULT, AGAIN], [ASK, CALL, RESULT, AGAIN, ANSWER, ASK]],
+    text_before_calls: [
+        [ASK, BESIDE, RESULT],
+        [ASK, BESIDE, RESULT, ANSWER, AGAIN],
+    ],
+    user_in_results: [
+        [ASK, CALL, RESULT, AGAIN],
+        [ASK, CALL, RESULT, AGAIN, ANSWER, ASK],
+    ],
     user_first: [[ANSWER, ASK], [CALL, RESULT, ANSWER, ASK]],
     merged: [[ASK, AGAIN], [ASK, ANSWER, ANSWER, ASK]],
     short_ids: [[ASK, LONG, LONG_RESULT]],
@@ -310,7 +333,10 @@ def tools_as_text(messages: Messages, tools: Tools, form: ChatFormat) -> Message
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     layout = next(layout for layout in form.layouts if layout.style == "json")
     example = layout.render("...", "{...}")
-    first = {"role": "system", "content": "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL + example])}
+    first = {
+        "role": "system",
+        "content": "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL + example]),
+    }
     if messages[0]["role"] == "system":
         first, messages = join_turns(messages[0], first), messages[1:]
     return [first, *messages]

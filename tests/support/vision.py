@@ -24,7 +24,7 @@ from mlxspec.types import Image, ImageSpan
 from tests.support import architectures
 from tests.tiny_tokenizer import save_tokenizer
 
-KINDS = ("mistral3", "pixtral", "qwen3_5", "qwen3_vl", "gemma4")
+KINDS = ("mistral3", "pixtral", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "gemma4")
 _TOWER: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, patch_size=4
 )
@@ -38,6 +38,8 @@ _QWEN: dict[str, Any] = dict(
     num_position_embeddings=36,
 )
 TOWERS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": _QWEN,
+    "qwen3_vl_moe": _QWEN | dict(deepstack_visual_indexes=[0, 1]),
     "mistral3": _TOWER | dict(image_size=64),
     "pixtral": _TOWER | dict(image_size=64),
     "qwen3_5": _QWEN,

@@ -26,7 +26,12 @@ FAMILIES: dict[str, Any] = {
     "qwen3_vl_moe": qwen.Vision,
     "gemma4": gemma.Vision,
 }
-PARTS = ("vision_tower.", "multi_modal_projector.", "embed_vision.", "visual.")
+PARTS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "visual.",
+)
 PATCH_WEIGHTS = ("patch_conv.weight", "patch_embed.proj.weight")
 
 

@@ -53,7 +53,10 @@ class Attention(nn.Module):
             config["head_dim"],
             config["use_clipped_linears"],
         )
-        self.heads = [config["num_attention_heads"], *[config["num_key_value_heads"]] * 2]
+        self.heads = [
+            config["num_attention_heads"],
+            *[config["num_key_value_heads"]] * 2,
+        ]
         self.q_proj, self.k_proj, self.v_proj = [
             ClippedLinear(dim, heads * head, clipped) for heads in self.heads
         ]
@@ -66,12 +69,18 @@ class Attention(nn.Module):
         q, k, v = [
             layer(x).reshape(1, n, heads, -1)
             for layer, heads in zip(
-                (self.q_proj, self.k_proj, self.v_proj), self.heads, strict=True
+                (self.q_proj, self.k_proj, self.v_proj),
+                self.heads,
+                strict=True,
             )
         ]
         q, k, v = [
             y.transpose(0, 2, 1, 3)
-            for y in (self.q_norm(q), self.k_norm(k), mx.fast.rms_norm(v, None, 1e-6))
+            for y in (
+                self.q_norm(q),
+                self.k_norm(k),
+                mx.fast.rms_norm(v, None, 1e-6),
+            )
         ]
         q, k = _rotated(q, angles), _rotated(k, angles)
         x = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0)
@@ -81,7 +90,10 @@ class Attention(nn.Module):
 def _rotated(x: Array, angles: tuple[Array, Array]) -> Array:
     """Each half of the dimensions by an axis of its own."""
     halves = mx.split(x, 2, axis=-1)
-    return mx.concatenate([rotated(y, a) for y, a in zip(halves, angles, strict=True)], axis=-1)
+    return mx.concatenate(
+        [rotated(y, a) for y, a in zip(halves, angles, strict=True)],
+        axis=-1,
+    )
 
 
 class MLP(nn.Module):
@@ -164,14 +176,20 @@ class GemmaTower(nn.Module):
         dim = self.config["head_dim"] // 2
         theta = (self.config.get("rope_parameters") or {"rope_theta": 100.0})["rope_theta"]
         frequencies = theta ** (-mx.arange(0, dim, 2) / dim)
-        row, column = mx.repeat(mx.arange(rows), columns), mx.tile(mx.arange(columns), rows)
+        row, column = (
+            mx.repeat(mx.arange(rows), columns),
+            mx.tile(mx.arange(columns), rows),
+        )
         return mx.outer(column, frequencies), mx.outer(row, frequencies)
 
 
 class Embedder(nn.Module):
     def __init__(self, config: Json) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        inner, outer = config["vision_config"]["hidden_size"], config["text_config"]["hidden_size"]
+        inner, outer = (
+            config["vision_config"]["hidden_size"],
+            config["text_config"]["hidden_size"],
+        )
         self.embedding_projection = nn.Linear(inner, outer, bias=False)
 
     def __call__(self, x: Array) -> Array:

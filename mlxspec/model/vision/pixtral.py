@@ -115,9 +115,15 @@ class Projector(nn.Module):
 
     def __init__(self, config: Json) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        dim, text = config["vision_config"]["hidden_size"], config["text_config"]
+        dim, text = (
+            config["vision_config"]["hidden_size"],
+            config["text_config"],
+        )
         self.merge = config.get("spatial_merge_size", 1)
-        bias = config.get("multimodal_projector_bias", config["model_type"] == "pixtral")
+        bias = config.get(
+            "multimodal_projector_bias",
+            config["model_type"] == "pixtral",
+        )
         if config["model_type"] != "pixtral":
             self.norm = nn.RMSNorm(dim, eps=text.get("rms_norm_eps", 1e-5))
             self.patch_merger = PatchMerger(dim, self.merge)

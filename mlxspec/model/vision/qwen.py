@@ -114,7 +114,10 @@ class QwenTower(nn.Module):
         dim = config["hidden_size"] // config["num_heads"] // 2
         frequencies = THETA ** (-mx.arange(0, dim, 2) / dim)
         angles = turns(rows, columns, frequencies, frequencies)
-        x, angles = self._squares(x, rows, columns), self._squares(angles, rows, columns)
+        x, angles = (
+            self._squares(x, rows, columns),
+            self._squares(angles, rows, columns),
+        )
         deep: list[Array] = []
         for i, block in enumerate(self.blocks):
             x = block(x, angles)

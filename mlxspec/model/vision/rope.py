@@ -7,8 +7,14 @@ from mlx.core import array as Array
 def turns(rows: int, columns: int, by_row: Array, by_column: Array) -> Array:
     """float32 [rows * columns, frequencies]: the angles of each patch, row-major: its row times the
     first frequencies, then its column times the others."""
-    y = mx.broadcast_to(mx.outer(mx.arange(rows), by_row)[:, None], (rows, columns, by_row.size))
-    x = mx.broadcast_to(mx.outer(mx.arange(columns), by_column), (rows, columns, by_column.size))
+    y = mx.broadcast_to(
+        mx.outer(mx.arange(rows), by_row)[:, None],
+        (rows, columns, by_row.size),
+    )
+    x = mx.broadcast_to(
+        mx.outer(mx.arange(columns), by_column),
+        (rows, columns, by_column.size),
+    )
     return mx.concatenate([y, x], axis=-1).flatten(0, 1)
 
 

@@ -213,13 +213,20 @@ class Eyes:
             shifts = [shift_of(span.kept.images, span.start) for span in spans]
             view.positions = view.positions + mx.array(np.repeat(shifts, counts), mx.int32)
         if index:
-            view.images = ImageRows(mx.array(index, mx.int32), mx.concatenate(features), positions)
+            view.images = ImageRows(
+                mx.array(index, mx.int32),
+                mx.concatenate(features),
+                positions,
+            )
 
 
 def _part_of(span: Span, image: ImageSpan) -> tuple[list[int], slice]:
     """Which rows of a span an image has, and which of its features these are."""
     ids = np.array(span.tokens[image.start : image.stop]) < 0
-    low, high = max(span.start, image.start), min(span.start + span.count, image.stop)
+    low, high = (
+        max(span.start, image.start),
+        min(span.start + span.count, image.stop),
+    )
     before = int(ids[: low - image.start].sum())
     rows = np.flatnonzero(ids[low - image.start : high - image.start]) + low - span.start
     return rows.tolist(), slice(before, before + len(rows))
@@ -238,7 +245,11 @@ def positions_of(span: Span, length: int) -> np.ndarray:
         inside = (at >= image.start) & (at < image.stop)
         begin = image.start + shift_of(images, image.start)
         k = at[inside] - image.start
-        axes[:, inside] = [begin + 0 * k, begin + k // image.columns, begin + k % image.columns]
+        axes[:, inside] = [
+            begin + 0 * k,
+            begin + k // image.columns,
+            begin + k % image.columns,
+        ]
         axes[:, at >= image.stop] += size_of(image) - (image.stop - image.start)
     return axes.astype(np.int32)
 

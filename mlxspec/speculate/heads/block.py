@@ -80,7 +80,11 @@ class BlockLayer(nn.Module):
             self[name] = part
         self.window, self.causal = window, causal
         if config.get("conv_kernel_size"):
-            shape = config["hidden_size"], config["conv_kernel_size"], config["conv_group_size"]
+            shape = (
+                config["hidden_size"],
+                config["conv_kernel_size"],
+                config["conv_group_size"],
+            )
             self.attention_conv = Convolution(*shape)
             self.mlp_conv = Convolution(*shape)
 

@@ -11,7 +11,14 @@ from typing import Any
 import mlx.core as mx
 from mlx.core import array as Array
 
-from mlxspec.model.batch import Shift, bucket, fill_view, runs_of, sampled_rows, starts_of
+from mlxspec.model.batch import (
+    Shift,
+    bucket,
+    fill_view,
+    runs_of,
+    sampled_rows,
+    starts_of,
+)
 from mlxspec.sequences import Draft
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass

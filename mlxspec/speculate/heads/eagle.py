@@ -16,7 +16,13 @@ from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.speculate.heads.tensors import check_taps, flat_config, load_module, mask_of, sizes_of
+from mlxspec.speculate.heads.tensors import (
+    check_taps,
+    flat_config,
+    load_module,
+    mask_of,
+    sizes_of,
+)
 from mlxspec.types import Json, Tap
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -54,7 +60,10 @@ class Eagle3(nn.Module):
         size, eps = config["hidden_size"], config["rms_norm_eps"]
         layers: list[Any] = [decoder_layer(config) for _ in range(config["num_hidden_layers"])]
         residual = bool(config.get("norm_before_residual"))
-        self.layers = [FirstLayer(layers[0], size, eps, norm_before_residual=residual), *layers[1:]]
+        self.layers = [
+            FirstLayer(layers[0], size, eps, norm_before_residual=residual),
+            *layers[1:],
+        ]
         self.fc = nn.Linear(taps * width, size, bias=False)
         if config.get("norm_before_fc"):
             self.input_norm = nn.RMSNorm(taps * width, eps)

@@ -43,7 +43,10 @@ def call_rules(
     """The rule of calls of these functions: one or, unless `single`, several. The rules that it
     refers to follow on further lines. Raises RejectedRequest, naming the field `where`."""
     writer = _Rules(tokenizer, where)
-    native, fallback = format_of(tokenizer).layouts[0], layout_of("json_tools")
+    native, fallback = (
+        format_of(tokenizer).layouts[0],
+        layout_of("json_tools"),
+    )
     strings = [value for value in native.values if value.string is not False]
     delimited = all(value.closes.strip() for value in strings)
     escaped = native.style == "tags" and (native.html or not native.raw)
@@ -73,7 +76,10 @@ def arguments_rule(function: Function, where: str) -> str:
 def _schema(function: Function) -> Json:
     """The schema of the arguments: an object, closed if it lists its properties."""
     schema = {**(function.get("parameters") or {}), "type": "object"}
-    properties, required = schema.get("properties"), schema.get("required", [])
+    properties, required = (
+        schema.get("properties"),
+        schema.get("required", []),
+    )
     if isinstance(properties, dict) and isinstance(required, list) and not OPEN & schema.keys():
         if set(map(str, required)) <= properties.keys():
             schema.setdefault("additionalProperties", False)
@@ -135,7 +141,10 @@ class _Rules:
         `rest` after a parameter, `first` before all."""
         rest = first = '""'
         for name, value_schema in reversed(schema.get("properties", {}).items()):
-            key, value = layout.key + name, self._value(layout, value_schema, name)
+            key, value = (
+                layout.key + name,
+                self._value(layout, value_schema, name),
+            )
             alone = f"{self._text(key, value[0])} {value[1]} {rest}"
             after = f"{self._text(layout.separator + key, value[0])} {value[1]} {rest}"
             if name not in schema.get("required", ()):

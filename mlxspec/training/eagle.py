@@ -53,7 +53,11 @@ def new_head(target: Target, vocabulary: Sequence[int]) -> HeadFiles:
 def _config(target: Target, drafted: int) -> Json:
     """config.json of a head that drafts `drafted` different tokens: a layer like the target's,
     described as a llama's. It reads hidden states before three layers and passes on the last."""
-    base, size, layers = target.config, target.width, len(decoder_layers(target.model))
+    base, size, layers = (
+        target.config,
+        target.width,
+        len(decoder_layers(target.model)),
+    )
     heads = base.get("num_attention_heads") or max(1, size // 64)
     width = base.get("intermediate_size")
     width = width if isinstance(width, int) else 3 * size  # else one for each layer
@@ -82,7 +86,10 @@ def _config(target: Target, drafted: int) -> Json:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": CHAIN - 1}],
-            "verifier": {"name_or_path": target.name, "architectures": base.get("architectures")},
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": base.get("architectures"),
+            },
         },
         "norm_before_residual": False,
         "norm_before_fc": False,

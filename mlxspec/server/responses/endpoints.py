@@ -15,12 +15,21 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from mlxspec.server.body import IGNORED, endpoint
-from mlxspec.server.chat_request import ChatRequest, prepare_chat, prompt_length
+from mlxspec.server.chat_request import (
+    ChatRequest,
+    prepare_chat,
+    prompt_length,
+)
 from mlxspec.server.content import File
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, respond
 from mlxspec.server.images import read_images
-from mlxspec.server.responses.schema import Create, Tool, chat_messages, parse_tools
+from mlxspec.server.responses.schema import (
+    Create,
+    Tool,
+    chat_messages,
+    parse_tools,
+)
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import TextModel
 from mlxspec.text.images import MARKER, Images, put_texts
@@ -56,7 +65,12 @@ class Store:
     files: dict[str, File] = field(default_factory=dict)
     _stored: OrderedDict[str, tuple[Json, list[Json], int]] = field(default_factory=OrderedDict)
 
-    def add(self, response: Json, items: list[Json], files: Mapping[str, File] = {}) -> None:
+    def add(
+        self,
+        response: Json,
+        items: list[Json],
+        files: Mapping[str, File] = {},
+    ) -> None:
         text = json.dumps([response, items], ensure_ascii=False)
         size = len(text) + sum(len(files[each].data) for each in _digests(text) & files.keys())
         self._stored[response["id"]] = response, items, size
@@ -145,7 +159,9 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
     chat_request = replace(chat_request, kept=response)
     if body.store:
         writer.store = lambda final: store.add(
-            final, before + [_stored(item, chat_request.images) for item in items], files
+            final,
+            before + [_stored(item, chat_request.images) for item in items],
+            files,
         )
         chat_request = replace(chat_request, kept={**response, "input": [before, items]})
     return await respond(model, body, writer, prepare_chat, chat_request)
@@ -228,7 +244,10 @@ def _stored(item: Json, images: Images) -> Json:
     text = "output_text" if item.get("role") == "assistant" else "input_text"
     if kind == "message" and isinstance(item["content"], str):
         item["content"] = [{"type": "text", "text": item["content"]}]
-    for part in [*as_list(item.get("content")), *as_list(item.get("output"))]:
+    for part in [
+        *as_list(item.get("content")),
+        *as_list(item.get("output")),
+    ]:
         match part:
             case {"type": "text"}:  # also what content.py has put in place of an image
                 part["type"] = text

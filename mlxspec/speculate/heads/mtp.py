@@ -37,7 +37,10 @@ class MTP(nn.Module):
 
     def __call__(self, embedded: Array, hidden: Array, caches: Any) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
-        parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        parts = [
+            self.pre_fc_norm_embedding(embedded),
+            self.pre_fc_norm_hidden(hidden),
+        ]
         x = self.fc(mx.concatenate(parts, axis=-1))
         mask = caches[0].make_mask(x.shape[1], return_array=True, window_size=None)
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -57,7 +60,11 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     index = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
     return build(
-        files, tensors, [make(args, index) for _ in range(count or 1)], args=args, target=target
+        files,
+        tensors,
+        [make(args, index) for _ in range(count or 1)],
+        args=args,
+        target=target,
     )
 
 
@@ -103,7 +110,10 @@ def _stacked_experts(tensors: dict[str, Array], args: Any) -> dict[str, Array]:
         if name.endswith(".experts.gate_up_proj"):
             base = name.removesuffix("experts.gate_up_proj") + "switch_mlp."
             gate, up = mx.split(stacked.pop(name), 2, axis=-2)
-            stacked |= {base + "gate_proj.weight": gate, base + "up_proj.weight": up}
+            stacked |= {
+                base + "gate_proj.weight": gate,
+                base + "up_proj.weight": up,
+            }
             down = name.replace("gate_up_proj", "down_proj")
             stacked[base + "down_proj.weight"] = stacked.pop(down)
     for name in tensors:

@@ -127,19 +127,29 @@ def _models(config: Config) -> Iterator[Check]:
         elif large:
             text += f" do not fit into {format_size(limit)} of memory; give a smaller model"
         yield Check("model", text, broken=large or bool(flaws))
-        if not flaws and (found := _exactness(path, config)):
-            yield Check("exact", f"{name}: {found}")
+        if not flaws:
+            for check, found in _found_earlier(path, config).items():
+                yield Check(check, f"{name}: {found}")
         if not flaws and any(path.glob("tokenizer*")):  # a head has none
             yield Check("tools", f"{name}: {tools_of(path)}")
 
 
-def _exactness(path: Path, config: Config) -> str:
-    """What an earlier start of a model found; "": nothing."""
+def _found_earlier(path: Path, config: Config) -> dict[str, str]:
+    """What earlier starts of a model found, by check."""
+    from mlxspec.load.vision import open_tower, tower_bytes
     from mlxspec.load.warmup import WarmupCache, cache_file
     from mlxspec.model.parallel import ALONE
 
     known = WarmupCache.load(cache_file(path, config, ALONE))
-    return known.exact.told(config.exact) if known and known.exact else ""
+    found = {}
+    if known and known.exact:
+        found["exact"] = known.exact.told(config.exact)
+    if tower := open_tower(path, config, ALONE):
+        sees = f"seen by a tower of {format_size(tower_bytes(tower))} with its cache"
+        if known is None or known.blind is None:
+            sees += ", not tried yet"
+        found["images"] = f"not seen: {known.blind}" if known and known.blind else sees
+    return found
 
 
 def _kernels(config: Config) -> Iterator[Check]:

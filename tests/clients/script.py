@@ -125,7 +125,8 @@ class Player(Scripted):
     prompts: list[str] = field(default_factory=list)
 
     def choice(self, request: Request, index: int) -> Iterator[Output]:
-        self.prompts.append(self.tokenizer.decode(request.prompt))
+        # The rows of images are no tokens.
+        self.prompts.append(self.tokenizer.decode([t for t in request.prompt if t >= 0]))
         self.says = (self.play(self.prompts[-1]),)
         yield from super().choice(request, index)
 

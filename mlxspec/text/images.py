@@ -236,7 +236,14 @@ class ImageCache:
 
 def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
     """How the model in a directory reads images, scaled down to `most` pixels; None where its
-    family is unknown."""
+    family is unknown, or its files say what cannot be."""
+    try:
+        return _reader(path, config, most)
+    except (AttributeError, TypeError, ValueError):  # a number for an object, and so on
+        return None
+
+
+def _reader(path: Path, config: Json, most: int) -> ImageReader | None:
     files = read_json(path / "processor_config.json")
     given = files.get("image_processor") or read_json(path / "preprocessor_config.json")
     vision = config.get("vision_config") or {}

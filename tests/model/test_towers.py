@@ -13,8 +13,9 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxspec.config import Config
-from mlxspec.load.vision import open_tower
-from mlxspec.model.layout import load, load_weights
+from mlxspec.load.vision import open_eyes, open_tower
+from mlxspec.load.warmup import WarmupCache
+from mlxspec.model.layout import find_layout, load, load_weights
 from mlxspec.model.parallel import ALONE
 from mlxspec.model.runner import Runner
 from mlxspec.model.vision import FAMILIES, build, load_vision, seam
@@ -162,6 +163,35 @@ def test_a_processor_of_any_content(kind: str, content: dict[str, Any], tmp_path
     image_reader(tmp_path, vision.config(kind), 1 << 20)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": content}))
     image_reader(tmp_path, vision.config(kind), 1 << 20)
+
+
+@pytest.mark.parametrize("kind", vision.KINDS)
+def test_the_first_start_tries_a_tower(kind: str, tmp_path: Path) -> None:
+    """On an image that it reads alike in chunks; the next start believes it. Without a processor
+    that is understood, or with a tower that makes no difference, the model stays blind."""
+    vision.save(tmp_path, kind)
+    layout = find_layout(load(tmp_path)[0])
+
+    def opened(**cached: Any) -> tuple[Eyes | None, WarmupCache]:
+        model, _ = load(tmp_path)
+        load_weights(model)
+        cache = WarmupCache(layout=layout, file=tmp_path / "warmup.json", **cached)
+        tower = open_tower(tmp_path, Config(), ALONE)
+        return open_eyes(model, tower, cache, path=tmp_path, config=Config()), cache
+
+    eyes, cache = opened()
+    assert eyes and cache.blind == "" and "blind" in cache.file.read_text()
+    assert opened(blind="")[0] and opened(blind="it was tried")[0] is None
+    weights: Any = mx.load(str(tmp_path / "model.safetensors"))
+    last = ("linear_2", "linear_fc2", "embedding_projection")
+    changed = {k: w * (not any(part in k for part in last)) for k, w in weights.items()}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), changed)
+    eyes, cache = opened()
+    assert eyes is None and cache.blind == "another image makes no difference"
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": 3, "size": 4}')
+    if kind != "gemma4":  # whose figures are fixed
+        eyes, cache = opened()
+        assert eyes is None and "processor" in str(cache.blind)
 
 
 def span(tokens: list[int], images: Any = (), start: int = 0) -> Span:

@@ -239,7 +239,7 @@ def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
     family is unknown, or its files say what cannot be."""
     try:
         return _reader(path, config, most)
-    except (AttributeError, TypeError, ValueError):  # a number for an object, and so on
+    except (AttributeError, LookupError, TypeError, ValueError):  # of files of another form
         return None
 
 

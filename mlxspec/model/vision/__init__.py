@@ -64,7 +64,7 @@ def build(config: Json, weights: Mapping[str, Array]) -> nn.Module:
     for name, array in named.items():
         if name.endswith(PATCH_WEIGHTS):
             named[name] = flat_patches(array, config["vision_config"].get("num_channels", 3))
-    quantization: Json = config.get("quantization") or {}
+    quantization = config.get("quantization") or {}
     if any(name.endswith(".scales") for name in named):
 
         def quantized(path: str, module: nn.Module) -> bool | dict[str, Any]:

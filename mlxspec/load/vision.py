@@ -65,8 +65,9 @@ def open_eyes(
         return None
     files = read_json(path / "config.json")
     reader = image_reader(path, files, config.max_image_pixels)
-    assert reader  # of each family with a tower
     try:
+        if not reader:
+            raise UnsupportedModel("what its image processor's files say is not understood")
         load_weights(tower)
         eyes = Eyes(model, tower, files)
         if cache.blind is None:

@@ -27,7 +27,7 @@ from mlxspec.types import Busy, Image, ImageSpan, Json
 EDGE = "\ufdd1"  # of a marker: a noncharacter of Unicode
 MARKER = re.compile(f"{EDGE}([0-9a-f]{{32}}){EDGE}")  # with the digest of the image's file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MAX_DECODED = 1 << 26  # pixels of a file: as RGB 192 MiB
+MAX_DECODED = 1 << 26  # pixels of a file: 256 MiB in each mode that it is converted to
 MAX_RATIO = 200  # of the sides
 CACHED_BYTES = 256 << 20  # of patches that are kept for the next turns
 IN_USE_BYTES = 1 << 30  # of patches that are kept, or that requests hold
@@ -102,9 +102,9 @@ class ImageReader:
         try:
             with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
                 _check_size(picture.size)
-                width, height = picture.size
-                rows, columns = self.size(height, width)
-                scaled = _rgb(picture).resize((columns, rows), Pillow.Resampling.BICUBIC)
+                shown = _rgb(picture)
+                rows, columns = self.size(shown.height, shown.width)
+                scaled = shown.resize((columns, rows), Pillow.Resampling.BICUBIC)
         except ImageError:
             raise
         except Exception as error:  # whatever a broken file makes Pillow raise
@@ -199,20 +199,22 @@ def _check_size(size: tuple[int, int]) -> None:
 
 def _rgb(picture: Any) -> Any:
     """The first frame as it is meant to be seen: turned as its EXIF data say, on white where it is
-    transparent, 16 bits as 8."""
+    transparent, 16 bits as 8. Copies it where that changes something only: it may be large."""
     from PIL import Image as Pillow
     from PIL import ImageOps
 
-    picture = ImageOps.exif_transpose(picture)
+    picture.load()  # which may change its mode
+    ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode.startswith("I"):
         values = np.asarray(picture)
         deep = values.max(initial=0) > 255
         picture = Pillow.fromarray((values >> 8 if deep else values).astype(np.uint8))
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-        white = Pillow.new("RGBA", picture.size, "white")
-        picture = Pillow.alpha_composite(white, picture)
-    return picture.convert("RGB")
+        picture = picture if picture.mode == "RGBA" else picture.convert("RGBA")
+        white = Pillow.new("RGB", picture.size, "white")
+        white.paste(picture, mask=picture)
+        return white
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 class ImageCache:
@@ -243,7 +245,14 @@ class ImageCache:
 
 def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
     """How the model in a directory reads images, scaled down to `most` pixels; None where its
-    family is unknown."""
+    family is unknown, or its files say what cannot be."""
+    try:
+        return _reader(path, config, most)
+    except (AttributeError, LookupError, TypeError, ValueError):  # of files of another form
+        return None
+
+
+def _reader(path: Path, config: Json, most: int) -> ImageReader | None:
     files = read_json(path / "processor_config.json")
     given = files.get("image_processor") or read_json(path / "preprocessor_config.json")
     vision = config.get("vision_config") or {}

@@ -44,7 +44,23 @@ TOWERS: dict[str, dict[str, Any]] = {
     "pixtral": _TOWER | dict(image_size=64),
     "qwen3_5": _QWEN,
     "qwen3_vl": _QWEN | dict(deepstack_visual_indexes=[0, 1]),
-    "gemma4": _TOWER | dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64),
+    "gemma4": _TOWER
+    | dict(
+        num_key_value_heads=2,
+        head_dim=16,
+        position_embedding_size=64,
+        standardize=True,
+        use_clipped_linears=True,
+    ),
+}
+SECTIONS = {"qwen3_5": [2, 1, 1], "qwen3_vl": [3, 3, 2]}  # frequencies by time, height and width
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "mistral3": {"size": {"longest_edge": 64}},
+    "pixtral": {"size": {"longest_edge": 64}},
+    "qwen3_5": {"size": {"shortest_edge": 64, "longest_edge": 4096}},
+    "qwen3_vl": {"size": {"shortest_edge": 64, "longest_edge": 4096}},
+    "gemma4": {"max_soft_tokens": 12},
 }
 
 
@@ -55,8 +71,11 @@ def config(kind: str) -> dict[str, Any]:
     tower = dict(TOWERS[kind])
     if kind.startswith("qwen"):
         tower["out_hidden_size"] = text["hidden_size"]
-        rope = dict(text.get("rope_parameters") or {"rope_theta": 1000.0})
-        text["rope_parameters"] = rope | {"mrope_section": [1, 1, 1], "rope_type": "default"}
+        rope = {"mrope_section": SECTIONS[kind], "rope_type": "default"}
+        if kind == "qwen3_vl":
+            text["rope_scaling"] = rope
+        else:
+            text["rope_parameters"] |= rope | {"partial_rotary_factor": 0.5}
     if kind == "mistral3":
         found["spatial_merge_size"] = 2
     if kind == "gemma4":
@@ -71,20 +90,22 @@ def save(path: Path, kind: str) -> Path:
     model = architectures.build(kind)
     mx.random.seed(5)
     tower = FAMILIES[kind](settings)
-    tower.update(
-        tree_map(lambda x: 0.3 * mx.random.normal(x.shape) if x.ndim > 1 else x, tower.parameters())
-    )
+    tower.update(tree_map(_weight, tower.parameters()))
     weights = dict(tree_flatten(model.parameters()))
     for name, array in tree_flatten(tower.parameters()):
         weights[name.replace("visual.", "vision_tower.")] = array
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     (path / "config.json").write_text(json.dumps(settings))
-    size = {"longest_edge": 64} if kind in ("mistral3", "pixtral") else {}
-    if kind.startswith("qwen"):
-        size = {"shortest_edge": 64, "longest_edge": 4096}
-    processor = {"size": size, "max_soft_tokens": 12}
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
     return path
+
+
+def _weight(x: mx.array) -> mx.array:
+    """Random: of norms and biases near what they were, of bounds that clip finite."""
+    if x.ndim > 1:
+        return 0.3 * mx.random.normal(x.shape)
+    noise = 0.2 * mx.random.normal(x.shape)
+    return mx.where(mx.isinf(x), mx.where(x > 0, 2.0, -2.0), x) + noise
 
 
 def png(width: int, height: int, seed: int = 0, change: int = 0) -> bytes:
@@ -113,14 +134,17 @@ class Seeing:
 def seeing(kind: str) -> Seeing:
     """As the program loads it."""
     with tempfile.TemporaryDirectory() as folder:
-        path = save(Path(folder), kind)
-        model, files = load(path)
-        load_weights(model)
-        tower = load_vision(path, files)
-        assert tower
-        load_weights(tower)
-        reader = image_reader(path, files, 1 << 20)
-        assert reader
+        return open_model(save(Path(folder), kind))
+
+
+def open_model(path: Path) -> Seeing:
+    model, files = load(path)
+    load_weights(model)
+    tower = load_vision(path, files)
+    assert tower
+    load_weights(tower)
+    reader = image_reader(path, files, 1 << 20)
+    assert reader
     return Seeing(model, Eyes(model, tower, files), reader, find_layout(model).layout)
 
 

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec.files import weight_files
 from mlxspec.model.vision import gemma, pixtral, qwen
-from mlxspec.types import Json, UnsupportedModel
+from mlxspec.types import Json, UnsupportedModel, line_of
 
 FAMILIES: dict[str, Any] = {
     "mistral3": pixtral.Vision,
@@ -38,6 +38,15 @@ PATCH_WEIGHTS = ("patch_conv.weight", "patch_embed.proj.weight")
 def load_vision(path: Path, config: Json) -> nn.Module | None:
     """The tower of a model directory; its weights stay on disk until they are needed. None for a
     family that none is known of. Raises UnsupportedModel for files that do not fit."""
+    try:
+        return _load(path, config)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a config may hold anything
+        raise UnsupportedModel(f"its config.json has no known tower: {line_of(error)}") from error
+
+
+def _load(path: Path, config: Json) -> nn.Module | None:
     if config.get("model_type") not in FAMILIES or not config.get("vision_config"):
         return None
     if config.get("text_config", {}).get("use_bidirectional_attention") == "vision":
@@ -65,10 +74,11 @@ def build(config: Json, weights: Mapping[str, Array]) -> nn.Module:
 
         def quantized(path: str, module: nn.Module) -> bool | dict[str, Any]:
             known = f"{path}.scales" in named and hasattr(module, "to_quantized")
-            return known and (quantization.get(path) or True)
+            return known and (own.get(path) or True)
 
-        sizes = {key: quantization[key] for key in ("group_size", "bits") if key in quantization}
-        nn.quantize(vision, **sizes, class_predicate=quantized)
+        own = {_name(path, vision): options for path, options in quantization.items()}
+        options = {key: own[key] for key in ("group_size", "bits", "mode") if key in own}
+        nn.quantize(vision, **options, class_predicate=quantized)
     wanted: Any = tree_flatten(vision.parameters())
     for name, array in wanted:
         if name not in named or named[name].shape != array.shape:
@@ -80,7 +90,7 @@ def build(config: Json, weights: Mapping[str, Array]) -> nn.Module:
 
 
 def _name(name: str, vision: nn.Module) -> str:
-    """A weight's name in our modules."""
+    """The name of a weight, or of what has some, in our modules."""
     name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     return name.replace("vision_tower.", "visual.", 1) if "visual" in vision else name
 

@@ -65,22 +65,26 @@ def open_eyes(
         return None
     files = read_json(path / "config.json")
     reader = image_reader(path, files, config.max_image_pixels)
+    eyes, why = None, cache.blind or ""
     try:
-        if not reader:
+        if not why and not reader:
             raise UnsupportedModel("what its image processor's files say is not understood")
-        load_weights(tower)
-        eyes = Eyes(model, tower, files)
-        if cache.blind is None:
-            runner = cache.layout.runner(model, BLOCK, BLOCKS)
-            runner.see(eyes)
-            cache.blind = image_error(runner, reader)
-            cache.save()
+        if not why and reader:
+            load_weights(tower)
+            eyes = Eyes(model, tower, files)
+            if cache.blind is None:
+                runner = cache.layout.runner(model, BLOCK, BLOCKS)
+                runner.see(eyes)
+                cache.blind = why = image_error(runner, reader)
     except UnsupportedModel as error:
-        cache.blind = str(error)
-    except Exception as error:  # the model's own code, and MLX
-        cache.blind = line_of(error)
-    if cache.blind:
-        log.warning("%s reads text only: %s", path, cache.blind)
+        cache.blind = why = str(error)
+    except RuntimeError as error:  # MLX's: for lack of memory, perhaps; the next start tries again
+        why = line_of(error)
+    except Exception as error:  # the model's own code
+        cache.blind = why = line_of(error)
+    cache.save()
+    if why:
+        log.warning("%s reads text only: %s", path, why)
         return None
     return eyes
 

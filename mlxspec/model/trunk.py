@@ -26,7 +26,7 @@ def find_trunk(model: Module) -> tuple[Any, Any]:
             continue
         if "layers" in inner or any(isinstance(child, list) for child in inner.values()):
             return owner, inner
-    raise UnsupportedModel("a head cannot be used: mlx-lm has this model's layers elsewhere")
+    raise UnsupportedModel("mlx-lm has this model's layers elsewhere")
 
 
 def trunk_of(model: Module) -> Any:

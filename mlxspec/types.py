@@ -167,8 +167,8 @@ class ModelInfo:
     kv_bytes: int
     weight_bytes: int
     created: int = 0  # unix seconds
-    exact: str = ""  # whether a token's logits depend on what else a step has, and why
-    exact_rows: int = 0  # of a step, up to which they do not
+    exact: str = ""  # the verdict on batch invariance, in words
+    exact_rows: int = 0  # largest step, in rows, for which it is proven
     sees: bool = False  # images
 
 

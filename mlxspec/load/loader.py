@@ -85,7 +85,7 @@ def load_engine(
         facts |= {"exact": str(exact.invariance)}
     engine, info = _build(model, name, layout=cache.layout, plan=plan, room=room, group=group)
     engine.runner.see(eyes)
-    info = _keep_exact(engine, info, exact=exact, config=config)
+    info = _apply_exact(engine, info, exact=exact, config=config)
     info = replace(info, sees=eyes is not None)
     measuring = Measuring(
         engine=engine,
@@ -192,21 +192,21 @@ def _find_exactness(
     return cache.exact
 
 
-def _keep_exact(
+def _apply_exact(
     engine: Engine,
     info: ModelInfo,
     exact: Exactness | None,
     config: Config,
 ) -> ModelInfo:
-    """Let an engine keep its rows' bits, if that is wanted; what is told of it."""
+    """Make an engine's rows keep their bits, if that is wanted; adds the verdict to `info`."""
     if not exact:
         return info
-    text = exact.told(config.exact)
+    text = exact.describe(config.exact)
     log.info("%s: %s", info.name, text)
     if not exact.used(config.exact):
         return replace(info, exact=text)
     assert exact.invariance
-    engine.runner.keep_invariant(exact.invariance)
+    engine.runner.set_invariance(exact.invariance)
     engine.scheduler.kv.chunk = exact.invariance.chunk
     return replace(info, exact=text, exact_rows=exact.rows)
 

@@ -134,7 +134,7 @@ class Measuring:
             assert exact.invariance is not None
             cost = measure_cost(runner, exact.invariance, table, check)
         self.cache.exact = replace(exact, cost=cost)
-        log.info("%s", self.cache.exact.told("auto"))
+        log.info("%s", self.cache.exact.describe("auto"))
 
     @property
     def _in_use(self) -> str:

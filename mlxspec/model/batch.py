@@ -222,7 +222,7 @@ def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
     view.groups = []
-    view.by_kernel = {}
+    view.kernel_only = {}
     for run, places, rows in runs_of(
         spans,
         lambda e: view.dense or bucket(e, size, length),

@@ -93,12 +93,12 @@ class Runner:
         self.head_pages: Sequence[Pages] = ()
         self.complete = True  # False: a head has failed, and blocks lack its K and V
         self.eyes: Eyes | None = None  # of a model that sees images
-        self.keep_invariant(invariance)
+        self.set_invariance(invariance)
 
-    def keep_invariant(self, invariance: Invariance | None) -> None:
+    def set_invariance(self, invariance: Invariance | None) -> None:
         """Compute rows in this way from now on. Cached blocks were computed in another."""
         self.invariance = invariance
-        self.view.by_our_kernel = invariance is not None and invariance.by_kernel
+        self.view.invariant_by_kernel = invariance is not None and invariance.by_kernel
         invariant.install(self.model, self.view, invariance)
 
     def see(self, eyes: Eyes | None) -> None:

@@ -140,9 +140,9 @@ def _check_fits(
     """Check that weights and the least caches fit into memory, before weights are read; a head
     that does not fit is left out. Raises OutOfMemory."""
     size = weights(model) + tower_bytes(tower)
-    drafting.fit_into(room, size)  # with some models, geometry() reads weights
+    drafting.check_room(room, size)  # with some models, geometry() reads weights
     group.gather("planned")
-    drafting.fit_into(room, size, geometry(model, room.config.kv_bits, group))
+    drafting.check_room(room, size, geometry(model, room.config.kv_bits, group))
     group.gather("planned")  # a rank without memory says so before the others read arrays
 
 
@@ -220,9 +220,9 @@ def _plan_memory(
 ) -> MemoryPlan:
     """The plan with what the layouts really keep; what cannot draft in them is left out. Raises
     UnsupportedModel."""
-    drafting.fit_to(layout)
+    drafting.find_layout(layout)
     size = weights(model) + tower_bytes(eyes.tower if eyes else None)
-    drafting.fit_into(room, size, layout.cache_bytes)
+    drafting.check_room(room, size, layout.cache_bytes)
     cached = drafting.beside(layout.cache_bytes)
     return make_plan(room, size + drafting.nbytes, cached)
 

@@ -1,5 +1,5 @@
-"""A head that drafts token by token: each of its rows joins a token with the target's hidden state
-of the position before it; a drafted token is joined with the head's own output.
+"""A head that drafts token by token: each row combines a token with the target's hidden state at
+the previous position; a drafted token is combined with the head's own output.
 
 Rule: the rows of drafted tokens are overwritten by those with the target's hidden states.
 """
@@ -66,7 +66,7 @@ class ChainedPass(Pass):
 
 
 class ParallelPass(ChainedPass):
-    """P-EAGLE's (arXiv 2602.01469): rows of `module.mask` with `module.mask_hidden` behind the
+    """P-EAGLE's (arXiv 2602.01469): rows of `module.mask` with `module.mask_hidden` after the
     newest token's draft the tokens after the first, in the same pass."""
 
     def __init__(self, head: HeadModel, *args: Any) -> None:

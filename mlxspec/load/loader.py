@@ -75,7 +75,7 @@ def load_engine(
     room = _agree_on_room(config, context, reserved=reserved, group=group)
     _check_fits(model, tower, drafting, room=room, group=group)
     _read_weights(model, drafting, group)
-    cache = _find_layout(model, path, config=config, group=group)
+    cache = _load_warmup(model, path, config=config, group=group)
     eyes = open_eyes(model, tower, cache, path=path, config=config)
     plan = _plan_memory(model, eyes, drafting, layout=cache.layout, room=room)
     cases = _recall_kernels(model, drafting, layout=cache.layout, config=config, group=group)
@@ -153,7 +153,7 @@ def _read_weights(model: Module, drafting: Drafting, group: ProcessGroup) -> Non
     drafting.load_weights()
 
 
-def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
+def _load_warmup(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
     """What earlier starts of the model found, on all ranks; else find its layout."""
     file = cache_file(path, config, group)
     known = WarmupCache.load(file)
@@ -344,15 +344,17 @@ def _start(known: Measuring, config: Config, group: ProcessGroup) -> None:
     if group.rank:
         return
     with group.together():
-        _warm_up(known.engine, config)
+        _warm_up(known.engine)
+        # After it, so that it learns nothing from compiling.
+        budget = PrefillBudget(config.decode_gap_ms / 1000, config.prefill_budget)
+        known.engine.scheduler.prefill_budget = budget
         if config.speculate:
             add_drafters(known.engine, known.drafting, config)
         known.recall()
 
 
-def _warm_up(engine: Engine, config: Config) -> None:
-    """Run two requests through the real pools, which compiles what is compiled lazily. The prefill
-    budget is made afterwards, so that it learns nothing from compiling."""
+def _warm_up(engine: Engine) -> None:
+    """Run two requests through the real pools, which compiles what is compiled lazily."""
     limit = engine.scheduler.limit
     if limit < 2:
         why = f"a context of {limit} tokens has no room for an answer"
@@ -362,5 +364,3 @@ def _warm_up(engine: Engine, config: Config) -> None:
     while engine.busy:
         engine.step()
     engine.reset()
-    gap = config.decode_gap_ms / 1000
-    engine.scheduler.prefill_budget = PrefillBudget(gap, config.prefill_budget)

@@ -63,9 +63,10 @@ class View:
 
 
 class Pages:
-    """One layer's K/V: written at the step's slots, and passed on to attention as this handle; in a
-    dense view handed back as arrays, for models that compute their own attention. Its pools are
-    allocated at the first write, when heads and dims are known.
+    """Our counterpart of an mlx-lm KV cache (`offset`, `make_mask`, `update_and_fetch`): one
+    layer's K/V, written at the step's slots, and passed on to attention as this handle; in a dense
+    view handed back as arrays, for models that compute their own attention. Its pools are allocated
+    at the first write, when heads and dims are known.
 
     Attention may read slots that a row does not see, of padding or of a block's last owner, and
     weight their values with 0; but 0 * NaN is NaN. So values are finite where they are read: while

@@ -16,7 +16,7 @@ from mlxspec.model.batch import (
     bucket,
     fill_view,
     runs_of,
-    sampled_rows,
+    sampled_row_indices,
     starts_of,
 )
 from mlxspec.sequences import Draft
@@ -59,7 +59,7 @@ class ChainedPass(Pass):
             view.positions = view.positions[:: shape[1]]
             x = self.head.embed(rows.tokens[at]).reshape(shape)
             x = self.head.module(x, hidden[at].reshape(shape), self.pages).flatten(0, 1)
-            x = x[sampled_rows(batch)]
+            x = x[sampled_row_indices(batch)]
             self.submit(x)
             out.append(x)
         return mx.concatenate(out)

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.model import attention
-from mlxspec.model.batch import Shift, sampled_rows
+from mlxspec.model.batch import Shift, sampled_row_indices
 from mlxspec.model.layout import CacheBytes
 from mlxspec.model.pages import Pages, View, pools_of
 from mlxspec.model.runner import Runner
@@ -39,7 +39,7 @@ class HeadInput:
 
     def newest_hidden(self, shift: Shift) -> Array:
         """[spans, D]: the hidden states of the newest tokens' rows."""
-        return self.hidden[sampled_rows(self.spans)[self.newest(shift)]]
+        return self.hidden[sampled_row_indices(self.spans)[self.newest(shift)]]
 
 
 class Pass:

@@ -1,8 +1,8 @@
 """What the endpoints share: the engine, the tokenizers on the text thread, and the list of
 generations for the page.
 
-Rule: text work never runs on the event loop, and at most as many text jobs wait as the engine's
-queue holds.
+Rule: text work never runs on the event loop, and at most as many text jobs wait as the engine may
+queue and run.
 """
 
 import asyncio

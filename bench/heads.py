@@ -87,7 +87,7 @@ def eagle3(text: dict[str, Any], inner: int, vocab: int = 32_000) -> Head:
 
 
 def peagle(text: dict[str, Any], inner: int, layers: int = 4, vocab: int = 32_000) -> Head:
-    """EAGLE-3's first layer and plain ones behind it, once for all tokens."""
+    """EAGLE-3's first layer and plain ones after it, once for all tokens."""
     one = eagle3(text, inner, vocab)
     width, dim = text["hidden_size"], text["head_dim"]
     plain = _attention(width, text["num_attention_heads"], text["num_key_value_heads"], dim)

@@ -60,7 +60,7 @@ class Model:
     weights: int = field(default=0, compare=False)  # bytes in memory, those of embeddings too
 
     def read(self, rows: int, context: int, curve: Curve) -> float:
-        """Bytes that a step with `rows` rows of one sequence behind `context` tokens is charged
+        """Bytes that a step with `rows` rows of one sequence after `context` tokens is charged
         for. K/V are read once for all rows; a state is read and written."""
         part = 1 - (1 - self.chosen) ** rows if curve.shared else self.chosen * rows
         kept = self.cached(context) + 2 * self.state

@@ -1,7 +1,7 @@
 """A session as a coding agent has it: what of each turn's prompt is cached, and how soon the answer
 begins.
 
-Rule: the shape is Claude Code's (a system text behind its billing header, a dozen tools, more text
+Rule: the shape is Claude Code's (a system text after its billing header, a dozen tools, more text
 with each turn), the text is the standard library's. Turn 1 is asked of a server that has seen
 nothing, each later turn carries all that was said. `python -m bench.session MODEL`.
 """

@@ -102,7 +102,7 @@ class Recorder:
         patches: list[tuple[Any, str, Any]] = [
             (mx, "async_eval", self._submit(submit)),
             (Engine, "add", self._add(Engine.add)),
-            (Engine, "_finish", self._commit(Engine._finish)),
+            (Engine, "_read_and_commit", self._commit(Engine._read_and_commit)),
             (Forward, "read", self._reading(Forward.read)),
             (Worker, "_publish", self._span("publish", Worker._publish)),
             (Worker, "_turn", self._turn(Worker._turn)),

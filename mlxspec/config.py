@@ -166,7 +166,8 @@ class Config:
     )
     decode_gap_ms: int = option(
         250,
-        "Target limit in ms on how long a prefill may delay running requests.",
+        "How long, in ms, a prompt may delay running answers; exceeded where keeping it would cost"
+        " over 40 % of prefill speed; unused if prefill_budget is set.",
         60_000,
         low=1,
         kind="ms",
@@ -201,8 +202,8 @@ class Config:
     speculate: bool = option(True, "Speculative decoding, where it pays.")
     exact: str = option(
         "auto",
-        "Compute a token's logits to the same bits whatever else a step has; auto: where it takes"
-        " at most 5 % more time, which a first start measures; on: whatever it takes.",
+        "Batch invariance: a token's logits are bit-identical whatever else is in the batch. auto:"
+        " if it costs at most 5 %, as the first start measures; on: at any cost; off: not.",
         choices=("auto", "on", "off"),
     )
     kernels: bool = option(

@@ -1,4 +1,4 @@
-"""The page /metrics: the engine's counters as of its last snapshot, and the requests' times.
+"""The /metrics endpoint: the engine's counters as of its last snapshot, and request timings.
 
 Rule: our own registry, not the global one; reading costs the engine nothing.
 """

@@ -1,7 +1,7 @@
-"""A sequence while it runs, and its share of a step. `Seq` and `Entry` are the scheduler's; what a
-forward needs of them is a `SeqState` and a `Span`, which heads, drafts and measurements make too.
+"""A sequence while it runs, and its share of a step. The scheduler works with `Seq` and `Entry`; a
+forward needs only a `SeqState` and a `Span`, which heads, drafters and measurements also build.
 
-Rule: the engine thread's alone. Imports types only.
+Rule: engine thread only. Imports types only.
 """
 
 from collections import deque

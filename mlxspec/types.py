@@ -96,7 +96,7 @@ class ImageSpan:
 class Request:
     """One accepted request, in token ids. `n` choices share the prompt's blocks.
 
-    `max_tokens` is already clamped to the window; `stop_tokens` end a choice and are reported as
+    `max_tokens` is already clamped to the context; `stop_tokens` end a choice and are reported as
     the last token of its final output. `pooling` says which final hidden states make up the
     prompt's embedding, if one is wanted: `max_tokens` is 1 then, and the only output has the
     embedding and no token.
@@ -132,9 +132,9 @@ class Output:
     `finish` is set in the last output of the choice; with "stop", the last token is the stop token.
     `cached` counts prompt tokens from the cache, `rounds` the steps that sampled for the choice so
     far, `drafted` the verified draft tokens, `accepted` the accepted ones. `error` comes with
-    `finish == "error"`; `fault` says whose it is: the engine's, the model's (not loaded), that of
-    the numbers that it computed (not finite), the prompt's (longer than the window), the client's
-    (did not read). `embedding` is float32 [D] of any length, numpy's.
+    `finish == "error"`; `fault` says what was at fault: the engine, the model (not loaded), its
+    numbers (not finite), the prompt (longer than the context), the grammar, or the client (did not
+    read). `embedding` is float32 [D] of any length, numpy's.
     """
 
     request: str
@@ -167,8 +167,8 @@ class ModelInfo:
     kv_bytes: int
     weight_bytes: int
     created: int = 0  # unix seconds
-    exact: str = ""  # whether a token's logits depend on what else a step has, and why
-    exact_rows: int = 0  # of a step, up to which they do not
+    exact: str = ""  # the verdict on batch invariance, in words
+    exact_rows: int = 0  # largest step, in rows, for which it is proven
     sees: bool = False  # images
 
 

@@ -73,7 +73,7 @@ def found(m: nn.Module, layout: str) -> Invariance:
 
 def engine(m: nn.Module, layout: str, budget: int, how: Invariance | None, blocks: int = 64):
     e = tiny.engine(m, layout=layout, block=BLOCK, budget=budget, blocks=blocks)
-    e.runner.keep_invariant(how)
+    e.runner.set_invariance(how)
     e.scheduler.kv.chunk = how.chunk if how else 0
     return e
 
@@ -253,16 +253,16 @@ def verdict(chip: str, kind: str, numbers: str, layout: str = "rows") -> Exactne
 def test_the_proof(chip: str) -> None:
     proven = verdict(chip, "llama", "affine")
     assert proven.rows == invariant.ROWS and not proven.why
-    assert proven.told("on") == "exact up to 17 rows" and proven.used("on")
-    assert not proven.used("auto") and "when idle" in proven.told("auto")
+    assert proven.describe("on") == "exact up to 17 rows" and proven.used("on")
+    assert not proven.used("auto") and "when idle" in proven.describe("auto")
     cheap = replace(proven, cost=(0.01, 0.04))
-    assert cheap.used("auto") and "4%" in cheap.told("auto")
+    assert cheap.used("auto") and "4%" in cheap.describe("auto")
     assert not replace(proven, cost=(0.2, 0.0)).used("auto")
-    assert not cheap.used("off") and "--exact on" in cheap.told("off")
+    assert not cheap.used("off") and "--exact on" in cheap.describe("off")
 
 
 def test_the_proof_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant, "find_calls", lambda *_: None)
     failed = verdict("M3", "llama", "affine")
-    assert failed.rows < 17 and "QuantizedLinear" in failed.told("on") and not failed.used("on")
-    assert "gather" in verdict(CPU, "llama", "bf16", "gather").told("auto")
+    assert failed.rows < 17 and "QuantizedLinear" in failed.describe("on") and not failed.used("on")
+    assert "gather" in verdict(CPU, "llama", "bf16", "gather").describe("auto")

@@ -111,7 +111,7 @@ class KVCacheManager:
     states: StateCache | None
     # A hit leaves one token more to compute, as its blocks also hold a head's K and V.
     recompute_last: bool = False
-    chunk: int = 0  # of prompts, computed whole: see Seq.whole_rows
+    chunk: int = 0  # of prompts, computed whole: see SeqState.whole_rows
 
     def __post_init__(self) -> None:
         self.block_size = self.pool.block_size

@@ -143,7 +143,7 @@ def _found_earlier(path: Path, config: Config) -> dict[str, str]:
     known = WarmupCache.load(cache_file(path, config, ALONE))
     found = {}
     if known and known.exact:
-        found["exact"] = known.exact.told(config.exact)
+        found["exact"] = known.exact.describe(config.exact)
     if tower := open_tower(path, config, ALONE):
         sees = f"seen by a tower of {format_size(tower_bytes(tower))} with its cache"
         if known is None or known.blind is None:

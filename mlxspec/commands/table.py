@@ -1,4 +1,4 @@
-"""Tables of the commands."""
+"""Prints tables for the commands."""
 
 from collections.abc import Iterable, Sequence
 

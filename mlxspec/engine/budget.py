@@ -1,5 +1,5 @@
 """How many prompt rows a step gets: the smallest chunk near peak throughput; while answers run, at
-most what fits into `gap` seconds, unless that is far too slow.
+most what fits into `gap` seconds, unless that would cut throughput below BESIDE of its peak.
 
 Rule: a step takes a fixed time, plus a time for each row and for each pair of a row and a token
 before it. These three coefficients are learned from measured steps by recursive least squares.

@@ -1,9 +1,9 @@
-"""The step loop of one model: plan, draft, forward, sample, submit; read the step before; accept,
+"""The step loop of one model: plan, draft, forward, sample, submit; read the previous step; accept,
 commit, observe.
 
-Rule: a step is submitted before the one in front of it is read, unless it samples nothing or
-`_needs_sync` says otherwise. A stop that is detected a step later costs one wasted row, never a
-wrong token.
+Rule: a step is submitted before the previous one is read, unless that samples nothing or
+`_needs_sync` says otherwise. A stop token is noticed one step late: this wastes one row but never
+yields a wrong token.
 """
 
 import time
@@ -111,7 +111,7 @@ class Engine:
         previous = self.in_flight
         self.in_flight = None
         if previous and self._needs_sync():
-            outputs += self._finish(previous)
+            outputs += self._read_and_commit(previous)
             previous = None
         began = time.perf_counter()
         depths = self.proposer.depths(self.scheduler.decoding())
@@ -123,9 +123,9 @@ class Engine:
         outputs += self._mask(plan)
         plan = [e for e in plan if not e.seq.finish]
         if plan:
-            forward = self.runner.forward(plan, previous)
-            sampled = self.runner.sample(forward)
-            step = self.runner.submit(forward, sampled)
+            step = self.runner.forward(plan, previous)
+            sampled = self.runner.sample(step)
+            self.runner.submit(step, sampled)
             self.counters["steps"] += 1
             step.number = self.counters["steps"]
             step.began = began
@@ -134,11 +134,11 @@ class Engine:
             self.in_flight = step
             self.trace("submit", step.number)
         if previous:
-            outputs += self._finish(previous)
+            outputs += self._read_and_commit(previous)
         if self.in_flight and not self.in_flight.sampled:
             # A step of prompts alone takes a second and brings no token: it is read now, so that
             # requests that arrive in that second are planned into the next one.
-            outputs += self._finish(self.in_flight)
+            outputs += self._read_and_commit(self.in_flight)
             self.in_flight = None
         self._end_finished()
         self.housekeep()
@@ -153,7 +153,7 @@ class Engine:
         masked = any(seq.restricted and seq.pending for seq in running)
         return masked or self.proposer.needs_sync(running)
 
-    def _finish(self, step: Step) -> Outputs:
+    def _read_and_commit(self, step: Step) -> Outputs:
         """Read a submitted step: accept, commit, observe."""
         results = step.read()
         self.trace("read", step.number)

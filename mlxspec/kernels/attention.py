@@ -235,9 +235,9 @@ def paged_attention(a: Attention, unproven: bool = False, shape: Shape | None = 
     return mx.concatenate(out)
 
 
-def right(shape: Shape) -> bool:
+def is_correct(shape: Shape) -> bool:
     """Whether the kernel gives the right values for any number of rows, however fast it is."""
-    return all(KERNELS.right(case.name) for case in paged_attention_cases(shape))
+    return all(KERNELS.is_correct(case.name) for case in paged_attention_cases(shape))
 
 
 def invariant_attention(a: Attention, shape: Shape | None, by_kernel: bool) -> Array:

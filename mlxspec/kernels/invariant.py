@@ -48,7 +48,7 @@ class Calls:
         return joined(done)
 
     def _parts(self, flat: list[Array], rows: int) -> Iterator[list[Array]]:
-        """The calls' arrays. Only the last call has padding, behind its rows."""
+        """The calls' arrays. Only the last call has padding, after its rows."""
         step = self.most or rows
         for first in range(0, rows, step):
             part = [x[first : first + step] for x in flat]

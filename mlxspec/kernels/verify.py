@@ -52,7 +52,7 @@ class KernelRegistry:
         verdict = self.verdicts.get(name)
         return verdict.variant if verdict and verdict.least <= rows <= verdict.most else ""
 
-    def right(self, name: str) -> bool:
+    def is_correct(self, name: str) -> bool:
         """Whether a variant gives the right values at all row counts, whatever its speed."""
         verdict = self.verdicts.get(name)
         return bool(verdict and verdict.right)

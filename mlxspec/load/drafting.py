@@ -1,4 +1,4 @@
-"""What drafts for a model besides copies: a small model, a trained head, or neither.
+"""A model's drafter, besides prompt lookup: a small model, a trained head, or neither.
 
 Rule: a small model that cannot draft is the user's mistake and is refused; a head that does not fit
 is left out, and the log says why.
@@ -50,15 +50,15 @@ class Drafting:
     small: Any = None  # a Module
     head: HeadModel | None = None
     context: int = 0  # the small model's
-    fit: LayoutChoice | None = None  # the small model's
+    layout: LayoutChoice | None = None  # the small model's
     nbytes: int = 0  # of the weights
     key: str = ""  # the fingerprint of what drafts, once it is attached
 
     def cases(self, config: Config) -> list[Case]:
-        """The kernels to verify for it, once it is fitted."""
+        """The kernels to verify for it, once its layout is found."""
         if self.head:
             return linear_cases(self.head.module)
-        return self.fit.cases(self.small, config.block_size) if self.fit else []
+        return self.layout.cases(self.small, config.block_size) if self.layout else []
 
     def beside(self, cache: CacheBytes) -> CacheBytes:
         """The size of the model's caches, `cache`, with what is cached for drafting, whose K/V are
@@ -66,14 +66,14 @@ class Drafting:
         extra = CacheBytes()
         if self.head:
             extra = self.head.cached
-        elif self.fit:
-            extra = self.fit.cache_bytes
+        elif self.layout:
+            extra = self.layout.cache_bytes
         elif self.small:
             extra = geometry(self.small)
         token = cache.token + extra.token + sum(size for _, size in extra.windows)
         return cache._replace(token=token, state=cache.state and cache.state + extra.state)
 
-    def fit_into(self, room: Room, size: int, cache: CacheBytes | None = None) -> None:
+    def check_room(self, room: Room, size: int, cache: CacheBytes | None = None) -> None:
         """Leave a head out if there is no room for it beside the model, whose weights have `size`
         bytes and whose caches take `cache`, None: not known yet. Raises OutOfMemory if there is no
         room for the rest."""
@@ -81,7 +81,7 @@ class Drafting:
         error = shortage(room, size + self.nbytes, total)
         if error and self.head:
             self.drop_head()
-            self.fit_into(room, size, cache)
+            self.check_room(room, size, cache)
             log.warning("decoding without a head: with it, %s", error)
         elif error:
             raise error
@@ -93,7 +93,7 @@ class Drafting:
         if self.head and not read_weights(self.head):
             self.drop_head()
 
-    def fit_to(self, target: LayoutChoice) -> None:
+    def find_layout(self, target: LayoutChoice) -> None:
         """Find the small model's layout, or whether the target can use a head. Raises
         UnsupportedModel where the small model cannot draft."""
         if self.small:
@@ -103,7 +103,7 @@ class Drafting:
                     " of this model; leave --draft out",
                 )
             try:
-                self.fit = find_layout(self.small, "rows")
+                self.layout = find_layout(self.small, "rows")
             except UnsupportedModel as error:
                 raise UnsupportedModel(
                     f"{self.path} cannot draft: {error}; give another --draft",
@@ -150,9 +150,9 @@ def _attach(engine: Engine, drafting: Drafting) -> HeadDrafter | None:
     """The small model or the head; None where there is none, or the head's code fails."""
     kv, pool = engine.scheduler.kv, engine.scheduler.pool
     head = drafting.head
-    if drafting.fit:
+    if layout := drafting.layout:
         runner = Runner(drafting.small, "rows", pool.block_size, blocks=pool.size)
-        head = DraftModel(runner, engine.vocab, drafting.fit.vocab, context=drafting.context).head()
+        head = DraftModel(runner, engine.vocab, layout.vocab, context=drafting.context).head()
     if not head:
         return None
     drafter = HeadDrafter(head, engine.runner)

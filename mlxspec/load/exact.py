@@ -1,8 +1,8 @@
-"""Whether a row's bits depend on other rows on this machine: found out at a model's first start.
+"""Finds out, at a model's first start, whether a row's bits depend on the other rows of its step.
 
-Rule: nothing is believed. The calls of layers are tried, and then one sequence's logits are
-compared, to the bit: a row at a time, and in steps of more rows, beside others, with its prompt cut
-elsewhere, and after a cached prefix.
+Rule: nothing is assumed. Each layer's calls are tried; then logits computed one row at a time are
+compared bit for bit with larger steps, beside other sequences, with the prompt split elsewhere, and
+after a cached prefix.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.core import array as Array
 from mlx.nn import Module
 
-from mlxspec.kernels.attention import right
+from mlxspec.kernels.attention import is_correct
 from mlxspec.kernels.invariant import Calls
 from mlxspec.model import recurrent
 from mlxspec.model.invariant import CHUNK, ROWS, Invariance, Recorded, find_invariance
@@ -26,7 +26,7 @@ from mlxspec.speculate.calibrate import time_step, unused_span
 from mlxspec.types import Check, line_of
 
 STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
-TAIL = 9  # tokens of the prompt behind its whole chunks
+TAIL = 9  # tokens of the prompt after its whole chunks
 ROOM = TAIL + 2 * ROWS  # rows of the step whose calls are tried
 AUTO = 0.05  # of a step's time: what `exact = auto` pays
 UNPROVEN = -1
@@ -54,7 +54,7 @@ class Exactness:
         """Whether it is used under the setting `exact`."""
         return self.rows > 0 and (wanted == "on" or (wanted == "auto" and self.pays))
 
-    def told(self, wanted: str) -> str:
+    def describe(self, wanted: str) -> str:
         """The verdict in a line."""
         cost = ""
         if self.cost:
@@ -93,7 +93,7 @@ def examine(
         runner = layout.runner(model, block_size, blocks)
         search = Search(runner, list(range(1, blocks)))
         invariance = known or search.run()
-        runner.keep_invariant(invariance)
+        runner.set_invariance(invariance)
         return _proven(Proof(runner, invariance, layout))
     except Exception as failed:  # the model's own code
         return Exactness(rows=0, why=line_of(failed))
@@ -119,7 +119,7 @@ class Search:
             check=check,
         )
         shapes = {pages.shape for pages in runner.pages()}
-        by_kernel = all(shape is not None and right(shape) for shape in shapes)
+        by_kernel = all(shape is not None and is_correct(shape) for shape in shapes)
         return replace(found, by_kernel=by_kernel)
 
 
@@ -127,7 +127,7 @@ def record(runner: Runner, table: list[int]) -> Recorded:
     """What a step of ROOM rows calls the layers with, in blocks that nobody uses."""
     usual = runner.invariance
     recorded: Recorded = {}
-    runner.keep_invariant(Invariance())
+    runner.set_invariance(Invariance())
     runner.view.recorded = recorded
     try:
         span = unused_span(runner, table, 0)
@@ -140,7 +140,7 @@ def record(runner: Runner, table: list[int]) -> Recorded:
         mx.eval(runner.forward([span], None).logits)
     finally:
         runner.view.recorded = None
-        runner.keep_invariant(usual)
+        runner.set_invariance(usual)
     return recorded
 
 
@@ -179,7 +179,7 @@ class ProofSequence:
         samples: bool,
         drafted: Sequence[int] = (),
     ) -> Span:
-        """Its rows from `start` on, with the drafts behind them."""
+        """Its rows from `start` on, with the drafts after them."""
         span = Span(self.kept, [self.table], self.tokens, start=start, count=count, samples=samples)
         span.draft = Draft(drafted)
         return span
@@ -198,7 +198,7 @@ class Proof:
         self.invariance = invariance
         self.chunk = invariance.chunk
         self.can_draft = layout.can_draft
-        self.alone: list[Array] = []  # logits of the rows behind the prompt, one at a time
+        self.alone: list[Array] = []  # logits of the rows after the prompt, one at a time
         self.held: list[ProofSequence] = []  # the sequence that was computed so, and its neighbours
         self.state: Any = None  # of recurrent layers, after the whole chunk
 
@@ -229,13 +229,14 @@ class Proof:
         return logits
 
     def read(self, seq: ProofSequence, upto: int, rows: int) -> None:
-        """Compute a sequence's tokens, so many at a time behind its whole chunks."""
+        """Compute a sequence's tokens, so many at a time after its whole chunks."""
         while seq.computed < upto:
             count = self.chunk if seq.computed < self.chunk else min(rows, upto - seq.computed)
             self.step({seq.span(seq.computed, count, samples=False): seq})
 
     def differs(self, rows: int) -> str:
-        """What differs of a step of so many rows from the same rows alone; "": nothing."""
+        """How the logits of a step of `rows` rows differ from those of the same rows computed
+        alone; "" if they do not."""
         end = self.chunk + TAIL - 1
         if not self.held:
             self._begin(end)
@@ -294,11 +295,11 @@ def measure_cost(
         for _ in range(TURNS):
             for rows, kept in best:
                 check()
-                runner.keep_invariant(invariance if kept else None)
+                runner.set_invariance(invariance if kept else None)
                 took = _seconds(runner, table, rows)
                 best[rows, kept] = min(best[rows, kept], took)
     finally:
-        runner.keep_invariant(usual)
+        runner.set_invariance(usual)
     few, drafts, prompt = (max(0.0, best[n, True] / best[n, False] - 1) for n in TIMED)
     return max(few, drafts), prompt
 

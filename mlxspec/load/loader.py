@@ -75,7 +75,7 @@ def load_engine(
     room = _agree_on_room(config, context, reserved=reserved, group=group)
     _check_fits(model, tower, drafting, room=room, group=group)
     _read_weights(model, drafting, group)
-    cache = _find_layout(model, path, config=config, group=group)
+    cache = _load_warmup(model, path, config=config, group=group)
     eyes = open_eyes(model, tower, cache, path=path, config=config)
     plan = _plan_memory(model, eyes, drafting, layout=cache.layout, room=room)
     cases = _recall_kernels(model, drafting, layout=cache.layout, config=config, group=group)
@@ -85,7 +85,7 @@ def load_engine(
         facts |= {"exact": str(exact.invariance)}
     engine, info = _build(model, name, layout=cache.layout, plan=plan, room=room, group=group)
     engine.runner.see(eyes)
-    info = _keep_exact(engine, info, exact=exact, config=config)
+    info = _apply_exact(engine, info, exact=exact, config=config)
     info = replace(info, sees=eyes is not None)
     measuring = Measuring(
         engine=engine,
@@ -140,9 +140,9 @@ def _check_fits(
     """Check that weights and the least caches fit into memory, before weights are read; a head
     that does not fit is left out. Raises OutOfMemory."""
     size = weights(model) + tower_bytes(tower)
-    drafting.fit_into(room, size)  # with some models, geometry() reads weights
+    drafting.check_room(room, size)  # with some models, geometry() reads weights
     group.gather("planned")
-    drafting.fit_into(room, size, geometry(model, room.config.kv_bits, group))
+    drafting.check_room(room, size, geometry(model, room.config.kv_bits, group))
     group.gather("planned")  # a rank without memory says so before the others read arrays
 
 
@@ -153,7 +153,7 @@ def _read_weights(model: Module, drafting: Drafting, group: ProcessGroup) -> Non
     drafting.load_weights()
 
 
-def _find_layout(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
+def _load_warmup(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
     """What earlier starts of the model found, on all ranks; else find its layout."""
     file = cache_file(path, config, group)
     known = WarmupCache.load(file)
@@ -192,21 +192,21 @@ def _find_exactness(
     return cache.exact
 
 
-def _keep_exact(
+def _apply_exact(
     engine: Engine,
     info: ModelInfo,
     exact: Exactness | None,
     config: Config,
 ) -> ModelInfo:
-    """Let an engine keep its rows' bits, if that is wanted; what is told of it."""
+    """Make an engine's rows keep their bits, if that is wanted; adds the verdict to `info`."""
     if not exact:
         return info
-    text = exact.told(config.exact)
+    text = exact.describe(config.exact)
     log.info("%s: %s", info.name, text)
     if not exact.used(config.exact):
         return replace(info, exact=text)
     assert exact.invariance
-    engine.runner.keep_invariant(exact.invariance)
+    engine.runner.set_invariance(exact.invariance)
     engine.scheduler.kv.chunk = exact.invariance.chunk
     return replace(info, exact=text, exact_rows=exact.rows)
 
@@ -220,9 +220,9 @@ def _plan_memory(
 ) -> MemoryPlan:
     """The plan with what the layouts really keep; what cannot draft in them is left out. Raises
     UnsupportedModel."""
-    drafting.fit_to(layout)
+    drafting.find_layout(layout)
     size = weights(model) + tower_bytes(eyes.tower if eyes else None)
-    drafting.fit_into(room, size, layout.cache_bytes)
+    drafting.check_room(room, size, layout.cache_bytes)
     cached = drafting.beside(layout.cache_bytes)
     return make_plan(room, size + drafting.nbytes, cached)
 
@@ -344,15 +344,17 @@ def _start(known: Measuring, config: Config, group: ProcessGroup) -> None:
     if group.rank:
         return
     with group.together():
-        _warm_up(known.engine, config)
+        _warm_up(known.engine)
+        # After it, so that it learns nothing from compiling.
+        budget = PrefillBudget(config.decode_gap_ms / 1000, config.prefill_budget)
+        known.engine.scheduler.prefill_budget = budget
         if config.speculate:
             add_drafters(known.engine, known.drafting, config)
         known.recall()
 
 
-def _warm_up(engine: Engine, config: Config) -> None:
-    """Run two requests through the real pools, which compiles what is compiled lazily. The prefill
-    budget is made afterwards, so that it learns nothing from compiling."""
+def _warm_up(engine: Engine) -> None:
+    """Run two requests through the real pools, which compiles what is compiled lazily."""
     limit = engine.scheduler.limit
     if limit < 2:
         why = f"a context of {limit} tokens has no room for an answer"
@@ -362,5 +364,3 @@ def _warm_up(engine: Engine, config: Config) -> None:
     while engine.busy:
         engine.step()
     engine.reset()
-    gap = config.decode_gap_ms / 1000
-    engine.scheduler.prefill_budget = PrefillBudget(gap, config.prefill_budget)

@@ -1,5 +1,5 @@
-"""What the first start of a model measures while it serves, in idle moments: steps, what drafts,
-kernels, and which hidden state its head should read.
+"""What a model's first start measures in idle moments while serving: the cost of steps and drafts,
+the kernels, and which hidden state its head should read.
 
 Rule: a request waits for the one step that is running, never for a measurement, which goes on in
 the next idle moment. Nothing is drafted before steps are measured.
@@ -64,12 +64,12 @@ class Measuring:
         return next((each for each in drafters if isinstance(each, HeadDrafter)), None)
 
     @property
-    def tries_taps(self) -> bool:
-        """Whether it is to be found out which hidden state the head reads, and there is room."""
+    def must_try_taps(self) -> bool:
+        """Whether we still have to find out which hidden state the head reads, and have room."""
         pool = self.engine.scheduler.pool
         needed = TRIED_ANSWERS * (TRIED_TOKENS // pool.block_size + 2)
         head = self.head
-        unknown = head is not None and head.head.tries_taps and self.key not in self.cache.taps
+        unknown = head is not None and head.head.tap_unknown and self.key not in self.cache.taps
         return unknown and pool.size > needed + 1
 
     @property
@@ -85,11 +85,11 @@ class Measuring:
             head.use((cache.taps[self.key],))
         if head and self.key in cache.drafts:
             head.costs = replace(cache.drafts[self.key])
-        if not self.tries_taps:
+        if not self.must_try_taps:
             self.prompts.open(self.engine, **facts_of(self.drafting, head))
         if self.proposer and self._known and (not head or self.key in cache.drafts):
             self.proposer.start(cache.costs)
-        waits = self.proposer and (not self.proposer.costs or self.tries_taps)
+        waits = self.proposer and (not self.proposer.costs or self.must_try_taps)
         if waits or untried(self.cases) or self._exact_waits:
             self.engine.idle_work = self.run
 
@@ -106,7 +106,7 @@ class Measuring:
             self.cases = ()  # what there was no time for, the next start tries
         if self.proposer:  # again, if other kernels run now
             self._measure_costs(self.proposer, check)
-        if self.proposer and self.head and self.tries_taps:
+        if self.proposer and self.head and self.must_try_taps:
             self._try_taps(self.proposer, self.head, check)
         if self._exact_waits:
             self._measure_exact(check)
@@ -114,7 +114,7 @@ class Measuring:
 
     @property
     def _exact_waits(self) -> bool:
-        """Whether it is to be measured what exact logits cost."""
+        """Whether we still have to measure what exact logits cost."""
         exact = self.cache.exact
         return exact is not None and exact.rows != 0 and exact.cost is None
 
@@ -134,7 +134,7 @@ class Measuring:
             assert exact.invariance is not None
             cost = measure_cost(runner, exact.invariance, table, check)
         self.cache.exact = replace(exact, cost=cost)
-        log.info("%s", self.cache.exact.told("auto"))
+        log.info("%s", self.cache.exact.describe("auto"))
 
     @property
     def _in_use(self) -> str:

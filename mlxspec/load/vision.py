@@ -29,7 +29,7 @@ from mlxspec.types import Image, UnsupportedModel, line_of
 TEXTS = (
     (3, 1, 4),
     (1, 5, 9, 2),
-)  # before and behind the image that is tried
+)  # before and after the image that is tried
 BLOCKS = 64
 
 
@@ -120,7 +120,7 @@ def _logits(
     image: Image,
     cuts: Sequence[int],
 ) -> Array:
-    """[vocab] behind a prompt with an image that is computed in chunks."""
+    """[vocab] after a prompt with an image that is computed in chunks."""
     before, behind = TEXTS
     ids, span = reader.span(image, len(before))
     tokens = [*before, *ids, *behind]

@@ -47,7 +47,7 @@ def attention(
     )
     keys.shape = shape_of(inputs)
     if keys.view.invariant:
-        out = invariant_attention(inputs, keys.shape, keys.view.by_our_kernel)
+        out = invariant_attention(inputs, keys.shape, keys.view.invariant_by_kernel)
     else:
         out = paged_attention(inputs, shape=keys.shape)
     if length == 1:

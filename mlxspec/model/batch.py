@@ -25,13 +25,13 @@ from mlxspec.types import NOT_FINITE, NULL_BLOCK, Logprob, Tap
 # the host has not read. None: all are 0.
 Shift = Array | None
 Result = tuple[list[int], list[Logprob]]  # of one entry
-S = TypeVar("S", bound=Span)
+SpanT = TypeVar("SpanT", bound=Span)
 # bool [n]: which rows or states are NaN, and the slices of them that belong to each span.
 NaNs = tuple[Array, Sequence[tuple[Span, slice]]]
 
 
 @dataclass(slots=True, eq=False)
-class Forward(Generic[S]):
+class Forward(Generic[SpanT]):
     """A forward of some spans, and its results once it is submitted, all in the spans' order.
 
     `ids` int32 [T] are the input tokens, `rows` the sampled rows, `shift` [R] the shift of their
@@ -40,7 +40,7 @@ class Forward(Generic[S]):
     for each sequence that samples, the index of its first sampled row in `rows`.
     """
 
-    plan: Sequence[S]
+    plan: Sequence[SpanT]
     ids: Array
     rows: list[SampledRow]
     shift: Shift
@@ -108,7 +108,7 @@ Step = Forward[Entry]  # of a plan
 
 def build_inputs(
     spans: Spans,
-    previous: Forward[S] | None,
+    previous: Forward[SpanT] | None,
     shift: Shift,
     sees: bool = False,
 ) -> Array:
@@ -175,10 +175,10 @@ def bucket(span: Span, block_size: int, length: int = 0) -> tuple[int, int]:
 
 
 def runs_of(
-    spans: Sequence[S],
-    key: Callable[[S], Any],
+    spans: Sequence[SpanT],
+    key: Callable[[SpanT], Any],
     length: int = 0,
-) -> Iterator[tuple[list[S], slice, slice]]:
+) -> Iterator[tuple[list[SpanT], slice, slice]]:
     """Runs of neighbours with the same key, each with its slice of the spans and of their rows;
     `length`: rows of each span with padding, 0: no padding."""
     first = row = 0
@@ -222,7 +222,7 @@ def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
     view.groups = []
-    view.by_kernel = {}
+    view.kernel_only = {}
     for run, places, rows in runs_of(
         spans,
         lambda e: view.dense or bucket(e, size, length),
@@ -243,16 +243,16 @@ def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
         view.groups.append(group)
 
 
-def _padded_table(e: Span, group: int, length: int, size: int) -> list[int]:
-    """A span's block table number `group`, with null blocks for its padding."""
-    table = e.tables[group]
+def _padded_table(e: Span, pool: int, length: int, size: int) -> list[int]:
+    """A span's block table in pool number `pool`, with null blocks for its padding."""
+    table = e.tables[pool]
     end = e.start + e.inflight_drafts + length
     if not length or end <= len(table) * size:
         return table
     return table + [NULL_BLOCK for _ in range(len(table), ceil(end / size))]
 
 
-def starts_of(spans: Sequence[S], length: int = 0) -> dict[S, int]:
+def starts_of(spans: Sequence[SpanT], length: int = 0) -> dict[SpanT, int]:
     """The index of each span's first row, with spans padded to `length` rows; 0: no padding."""
     starts, row = {}, 0
     for e in spans:
@@ -261,7 +261,7 @@ def starts_of(spans: Sequence[S], length: int = 0) -> dict[S, int]:
     return starts
 
 
-def unsampled(spans: Sequence[S], length: int = 0) -> list[tuple[S, slice]]:
+def unsampled(spans: Sequence[SpanT], length: int = 0) -> list[tuple[SpanT, slice]]:
     """The spans with rows that are not sampled, and the slice of each one's rows; `length` as for
     `starts_of`."""
     some = [e for e in spans if e.count > 1 or not e.samples]
@@ -280,7 +280,7 @@ def _broken(nans: Sequence[NaNs]) -> set[Span]:
     return broken
 
 
-def sampled_rows(spans: Spans, length: int = 0) -> Array:
+def sampled_row_indices(spans: Spans, length: int = 0) -> Array:
     """int32 [R]: the indices of the sampled rows among all rows; `length` as for `starts_of`."""
     rows: list[int] = []
     for e, first in starts_of(spans, length).items():

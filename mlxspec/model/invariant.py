@@ -1,7 +1,7 @@
-"""Batch invariance of a loaded model: which calls its products are made in, found by trying, and
-which part of a prompt is computed in whole chunks.
+"""Batch invariance of a loaded model: for each layer, how many rows a call may have so that each
+row keeps its bits (found by trial), and which part of a prompt is computed in whole chunks.
 
-Rule: of a prompt, whole chunks at fixed positions are forwards of their own, of one shape each; all
+Rule: a prompt's whole chunks, at fixed positions, each get their own forward, all of one shape; all
 other rows share forwards, in which the layers make the calls that were found.
 """
 

@@ -1,6 +1,7 @@
 """The memory that MLX holds.
 
-Rule: the wired limit is set only at the user's request, once, because macOS panics under it.
+Rule: the wired limit is set only at the user's request, once, because macOS can panic with it
+set.
 """
 
 import ctypes

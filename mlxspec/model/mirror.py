@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 
-from mlxspec.model.batch import Forward, S
+from mlxspec.model.batch import Forward, SpanT
 from mlxspec.model.parallel import TIMEOUT_S, ProcessGroup
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Sampled
@@ -60,7 +60,7 @@ class MirroredRunner(Runner):
         finalize(content, self._group.call, self._name, "drop", [], number)
         return number
 
-    def forward(self, plan: Sequence[S], previous: Forward[S] | None) -> Forward[S]:
+    def forward(self, plan: Sequence[SpanT], previous: Forward[SpanT] | None) -> Forward[SpanT]:
         """Drafts that are on the device are sent from there."""
         messages = [self._message(e) for e in plan]
         self._call("step", messages, previous is not None, list(self.view.taps))
@@ -126,18 +126,18 @@ class MirroredRunner(Runner):
         snapshot.number = self._number(snapshot)
         return snapshot
 
-    def cut(self, step: Forward[S], span: S, rows: int) -> None:
+    def cut(self, step: Forward[SpanT], span: SpanT, rows: int) -> None:
         if step.recordings:
             self._call("cut", self._recent().index(span), rows)
         super().cut(step, span, rows)
 
     # ---- the prefix cache on disk: each rank saves its own part of the same blocks
 
-    def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[mx.array]:
+    def export(self, pool: int, contents: Mapping[bytes, Any]) -> Sequence[mx.array]:
         numbers = [getattr(content, "number", content) for content in contents.values()]
-        self._call("save", group, _in_hex(contents), numbers)
+        self._call("save", pool, _in_hex(contents), numbers)
         self._group.flush()  # no step may follow for long
-        return super().export(group, contents)
+        return super().export(pool, contents)
 
     def host(self, exported: Sequence[mx.array]) -> dict[str, Any]:
         with self._group.together():
@@ -154,14 +154,14 @@ class MirroredRunner(Runner):
         by_rank = self._group.gather(_in_hex(keys), TIMEOUT_S)
         return all(rank_keys == by_rank[0] for rank_keys in by_rank)
 
-    def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
+    def place(self, pool: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
         number = 0
         with self._group.together():
-            placed = super().place(group, blocks, arrays, which=which)
-        if group == STATE:
+            placed = super().place(pool, blocks, arrays, which=which)
+        if pool == STATE:
             placed = self._snapshot(placed)
             number = placed.number
-        self._call("place", number, group, blocks, which)
+        self._call("place", number, pool, blocks, which)
         return placed
 
     def close(self, seconds: float) -> None:
@@ -201,19 +201,19 @@ class Follower:
                 self._held[number] = runner.keep(self._recent(index)[1].recurrent)
             case "cut", index, rows:
                 runner.cut(*self._recent(index), rows)
-            case "save", group, keys, contents:
-                if group == STATE:
+            case "save", pool, keys, contents:
+                if pool == STATE:
                     contents = [self._held[number] for number in contents]
                 by_key = dict(zip(map(bytes.fromhex, keys), contents, strict=True))
-                self.engine.offloader.write(by_key, runner.export(group, by_key))
+                self.engine.offloader.write(by_key, runner.export(pool, by_key))
             case "read", key:
                 disk = self.engine.offloader.disk
                 files = disk.touch([bytes.fromhex(key)])
                 self._read = disk.read(files[0]) if files else None
             case "finish_read", seconds:
                 self.group.gather(_in_hex(self._finish_read(seconds)), TIMEOUT_S)
-            case "place", number, group, blocks, which:
-                self._held[number] = runner.place(group, blocks, self._arrays, which=which)
+            case "place", number, pool, blocks, which:
+                self._held[number] = runner.place(pool, blocks, self._arrays, which=which)
             case "unload", seconds:
                 self.engine.close(seconds)
 

@@ -50,10 +50,10 @@ class View:
     first: int = 0
     last_keys: Any = None
     invariant: bool = False
-    by_our_kernel: bool = False  # while invariant
+    invariant_by_kernel: bool = False  # attention, while invariant
     recorded: Any = None
     images: Any = None
-    by_kernel: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
+    kernel_only: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
 
     def slots_of(self, blocks: Sequence[int]) -> Array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
@@ -63,9 +63,10 @@ class View:
 
 
 class Pages:
-    """One layer's K/V: written at the step's slots, and passed on to attention as this handle; in a
-    dense view handed back as arrays, for models that compute their own attention. Its pools are
-    allocated at the first write, when heads and dims are known.
+    """Our counterpart of an mlx-lm KV cache (`offset`, `make_mask`, `update_and_fetch`): one
+    layer's K/V, written at the step's slots, and passed on to attention as this handle; in a dense
+    view handed back as arrays, for models that compute their own attention. Its pools are allocated
+    at the first write, when heads and dims are known.
 
     Attention may read slots that a row does not see, of padding or of a block's last owner, and
     weight their values with 0; but 0 * NaN is NaN. So values are finite where they are read: while
@@ -132,7 +133,7 @@ class Pages:
         self.view.last_keys = k
         if self.view.dense:
             k = _finite(k, k_packing)  # models may mask scores by adding to them: NaN stays NaN
-        if self._by_kernel():
+        if self._kernel_only():
             self.clean = False
         else:
             v = _finite(v, v_packing)
@@ -141,14 +142,14 @@ class Pages:
             self.keys, self.values = self._allocate(k), self._allocate(v)
         self.put(self.view.slots[self.window_key], k, v)
 
-    def _by_kernel(self) -> bool:
+    def _kernel_only(self) -> bool:
         """Whether only our kernel reads what this step writes, in this step."""
         if self.view.kv_bits or not self.shape:
             return False
-        by_kernel = self.view.by_kernel
-        if self.shape not in by_kernel:
-            by_kernel[self.shape] = kernel_alone(self.shape, self.view.groups)
-        return by_kernel[self.shape]
+        kernel_only = self.view.kernel_only
+        if self.shape not in kernel_only:
+            kernel_only[self.shape] = kernel_alone(self.shape, self.view.groups)
+        return kernel_only[self.shape]
 
     def _packing(self, x: Array) -> Packing | None:
         dim = x.shape[3]

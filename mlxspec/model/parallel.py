@@ -1,7 +1,7 @@
 """Ranks: the processes among which a model is split, connected by MLX (mx.distributed).
 
-Rule: all ranks exchange the same messages in the same order, on the stream of the model's own sums.
-Rank 0 decides and tells the others; the samples of all are compared.
+Rule: all ranks exchange the same messages in the same order, on the stream that the model's
+all-reduce uses. Rank 0 decides and tells the others; the samples of all are compared.
 """
 
 import json

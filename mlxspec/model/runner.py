@@ -1,10 +1,10 @@
 """Runs a plan through an unmodified mlx-lm model: fill the view, forward, sample, submit.
 
 Rule: one code path per layout, chosen once at the first start. `rows` puts every token in its own
-batch row, so prefill chunks, decodes and drafts are one forward; `rect` runs [B, L], for layers
-that need the time axis: all decodes are one forward, padded to the longest draft, and prompt chunks
-of equal rows are others; `gather` likewise, with K/V handed back dense; `solo` keeps mlx-lm's own
-caches.
+batch row, so prefill chunks, decodes and drafts are one forward (under `exact`, a prompt's whole
+chunks each get their own); `rect` runs [B, L], for layers that need the time axis: all decodes are
+one forward, padded to the longest draft, and prompt chunks of equal rows are others; `gather`
+likewise, with K/V handed back dense; `solo` keeps mlx-lm's own caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +20,22 @@ from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.batch import (
     Forward,
     NaNs,
-    S,
     Shift,
+    SpanT,
     bucket,
     build_inputs,
     fill_view,
     nans_of,
     padded_rows,
     runs_of,
-    sampled_rows,
+    sampled_row_indices,
     starts_of,
     unpadded_rows,
 )
 from mlxspec.model.invariant import Invariance
 from mlxspec.model.pages import Pages, View, arrays_in, flat_caches, pools_of, window_of
 from mlxspec.model.recurrent import RecurrentStates
-from mlxspec.model.sampler import Sampled, rows_of, sample
+from mlxspec.model.sampler import Sampled, sample, sampled_row_specs
 from mlxspec.model.trunk import install_taps, install_trunk
 from mlxspec.model.vision.seam import Eyes
 from mlxspec.sequences import Span, Spans
@@ -50,7 +50,8 @@ Layout = Literal["rows", "rect", "gather", "solo"]
 
 class Runner:
     """A model, its pages and their pools: of `blocks` blocks, and of `windows[w]` blocks for layers
-    with a sliding window w; windows that are not named share the former. Engine thread only."""
+    with a sliding window w; layers whose window is not in `windows` use the full-attention pool.
+    Engine thread only."""
 
     def __init__(
         self,
@@ -93,12 +94,12 @@ class Runner:
         self.head_pages: Sequence[Pages] = ()
         self.complete = True  # False: a head has failed, and blocks lack its K and V
         self.eyes: Eyes | None = None  # of a model that sees images
-        self.keep_invariant(invariance)
+        self.set_invariance(invariance)
 
-    def keep_invariant(self, invariance: Invariance | None) -> None:
+    def set_invariance(self, invariance: Invariance | None) -> None:
         """Compute rows in this way from now on. Cached blocks were computed in another."""
         self.invariance = invariance
-        self.view.by_our_kernel = invariance is not None and invariance.by_kernel
+        self.view.invariant_by_kernel = invariance is not None and invariance.by_kernel
         invariant.install(self.model, self.view, invariance)
 
     def see(self, eyes: Eyes | None) -> None:
@@ -128,9 +129,9 @@ class Runner:
         """The pages that were written; a model may ask for caches that it never uses."""
         return [p for p in self._paged if p.keys is not None]
 
-    def pages_of(self, group: int) -> list[Pages]:
-        """The pages whose K and V are in pool number `group`."""
-        window = list(self.view.num_blocks)[group]
+    def pages_of(self, pool: int) -> list[Pages]:
+        """The pages whose K and V are in pool number `pool`."""
+        window = list(self.view.num_blocks)[pool]
         written = [*self.pages(), *self.head_pages]
         return [p for p in written if p.window_key == window and p.keys is not None]
 
@@ -144,39 +145,39 @@ class Runner:
         """Have memory for all allocated blocks, and half as many again (at most 1 / SPARE of the
         pool), so that growth is rare. By layer, because the copy of a pool takes memory too."""
         view = self.view
-        for group, (window, size) in enumerate(view.num_blocks.items()):
-            used = self.highest()[group] + 1
+        for pool, (window, size) in enumerate(view.num_blocks.items()):
+            used = self.highest()[pool] + 1
             if used <= view.allocated[window]:
                 continue
             blocks = min(size, used + min(used // 2, -(-size // SPARE)))
-            for pages in self.pages_of(group):
+            for pages in self.pages_of(pool):
                 pages.grow(blocks)
                 mx.clear_cache()
             view.allocated[window] = blocks  # last: if memory runs out before, it is retried
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[Array]:
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> list[Array]:
         """Lazy K and V of these blocks: [heads, len(blocks) * block_size, D] for each of the
-        group's layers."""
+        pool's layers."""
         slots = self.view.slots_of(blocks)
-        return [pool[:, slots] for pool in pools_of(self.pages_of(group))]
+        return [kv[:, slots] for kv in pools_of(self.pages_of(pool))]
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: Sequence[Array]) -> None:
+    def write_blocks(self, pool: int, blocks: Sequence[int], content: Sequence[Array]) -> None:
         """Write what `read_blocks` read, in place."""
         slots = self.view.slots_of(blocks)
-        for pages, k, v in zip(self.pages_of(group), content[::2], content[1::2], strict=True):
+        for pages, k, v in zip(self.pages_of(pool), content[::2], content[1::2], strict=True):
             pages.put(slots, k, v)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy whole blocks, (group, source, target) each. Waits for the step in flight."""
+        """Copy whole blocks, (pool, source, target) each. Waits for the step in flight."""
         if copies:
             self.grow()
-        for group in {group for group, _, _ in copies}:
-            sources = [source for g, source, _ in copies if g == group]
-            targets = [target for g, _, target in copies if g == group]
+        for pool in {pool for pool, _, _ in copies}:
+            sources = [source for n, source, _ in copies if n == pool]
+            targets = [target for n, _, target in copies if n == pool]
             # Read first, then write: a pool with a reader in flight is copied whole, not in place.
-            content = self.read_blocks(group, sources)
+            content = self.read_blocks(pool, sources)
             mx.eval(content)
-            self.write_blocks(group, targets, content)
+            self.write_blocks(pool, targets, content)
 
     # ---- blocks and recurrent states for the prefix cache, in memory and on disk ---------------
 
@@ -184,12 +185,12 @@ class Runner:
         """A copy of a recurrent state for the prefix cache."""
         return recurrent.copied(state)
 
-    def export(self, group: int, contents: Mapping[bytes, Any]) -> Sequence[Array]:
+    def export(self, pool: int, contents: Mapping[bytes, Any]) -> Sequence[Array]:
         """Start copying the K and V of blocks, by key on disk: [heads, blocks * block_size, D] for
-        each of the group's layers. For the group STATE: one recurrent state."""
-        if group == STATE:
+        each of the pool's layers. For STATE: one recurrent state."""
+        if pool == STATE:
             return next(iter(contents.values()))
-        copies = self.read_blocks(group, list(contents.values()))
+        copies = self.read_blocks(pool, list(contents.values()))
         mx.async_eval(copies)
         return copies
 
@@ -204,35 +205,35 @@ class Runner:
         """Whether the run with these keys, which was read, can be placed; waits up to `seconds`."""
         return True
 
-    def place(self, group: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
-        """Write blocks number `which` of an export into `blocks`; for the group STATE, return the
-        recurrent state. Raises KeyError if an array is missing, before anything is written."""
-        if group == STATE:
+    def place(self, pool: int, blocks: Sequence[int], arrays: Any, which: Sequence[int]) -> Any:
+        """Write blocks number `which` of an export into `blocks`; for STATE, return the recurrent
+        state. Raises KeyError if an array is missing, before anything is written."""
+        if pool == STATE:
             dtypes = enumerate(self.states.dtypes)
             return [mx.array(arrays[str(i)]).view(dtype) for i, dtype in dtypes]
         self.grow()
         source = np.array(self.view.slots_of(which))
         content = [
-            mx.array(arrays[str(i)][:, source]).view(pool.dtype)
-            for i, pool in enumerate(pools_of(self.pages_of(group)))
+            mx.array(arrays[str(i)][:, source]).view(kv.dtype)
+            for i, kv in enumerate(pools_of(self.pages_of(pool)))
         ]
-        self.write_blocks(group, blocks, content)
-        mx.async_eval(pools_of(self.pages_of(group)))
+        self.write_blocks(pool, blocks, content)
+        mx.async_eval(pools_of(self.pages_of(pool)))
 
-    def block_bytes(self, group: int) -> int:
-        """Bytes of one block in all layers of the group."""
-        allocated = list(self.view.allocated.values())[group]
-        return sum(pool.nbytes for pool in pools_of(self.pages_of(group))) // allocated
+    def block_bytes(self, pool: int) -> int:
+        """Bytes of one block in all layers of the pool."""
+        allocated = list(self.view.allocated.values())[pool]
+        return sum(kv.nbytes for kv in pools_of(self.pages_of(pool))) // allocated
 
     def close(self, seconds: float) -> None:
         """No step will follow."""
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(self, plan: Sequence[S], previous: Forward[S] | None) -> Forward[S]:
+    def forward(self, plan: Sequence[SpanT], previous: Forward[SpanT] | None) -> Forward[SpanT]:
         """The forward of some spans, sorted so that like ones are neighbours: lazy in the rows
-        layout, else each of its passes is submitted at once. `previous` is the step in flight,
-        which holds pending tokens."""
+        layout without invariance; otherwise each forward is submitted at once. `previous` is the
+        step in flight, which holds pending tokens."""
         # The K/V of all decodes, padded to the longest context, may be too much to gather: then
         # only similar contexts share a forward.
         ends = [e.end for e in plan if e.count == 1]
@@ -254,7 +255,7 @@ class Runner:
             logits, taps = self._forward(plan, ids, shift=shift, nans=nans)
         finally:
             self.view.taps = requested
-        rows = rows_of(plan)
+        rows = sampled_row_specs(plan)
         step = Forward(plan, ids, rows, shift=row_shift, logits=logits, taps=taps, nans=nans)
         if pooling:
             first = starts_of(plan)
@@ -272,11 +273,11 @@ class Runner:
             step.recordings = self.states.keep_accepted(sampled.accepted, step.first_row)
         return sampled
 
-    def cut(self, step: Forward[S], span: S, rows: int) -> None:
+    def cut(self, step: Forward[SpanT], span: SpanT, rows: int) -> None:
         """Roll the recurrent state of a span that ended at a stop back to its first `rows` rows."""
         self.states.cut(step.recordings, span, rows)
 
-    def submit(self, step: Forward[S], sampled: Sampled | None) -> Forward[S]:
+    def submit(self, step: Forward[SpanT], sampled: Sampled | None) -> Forward[SpanT]:
         """Start the step on the device, without waiting for it."""
         states: list[Array] = []
         if self.layout == "solo":
@@ -368,7 +369,7 @@ class Runner:
                 self.eyes.look(batch, shift, length)
             if length:  # mlx-lm's layers ask for the first position of each sequence
                 view.positions = view.positions[::length]
-        view.sampled = sampled = sampled_rows(batch, length)
+        view.sampled = sampled = sampled_row_indices(batch, length)
         view.invariant = self.invariance is not None and not self._is_whole(batch[0])
         recurrent.one_by_one.set(view.invariant)
         try:

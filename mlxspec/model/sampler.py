@@ -50,7 +50,7 @@ class SampledRow:
 Rows = Sequence[SampledRow]
 
 
-def rows_of(spans: Spans) -> list[SampledRow]:
+def sampled_row_specs(spans: Spans) -> list[SampledRow]:
     """The sampled rows of a forward, in the spans' order."""
     rows = []
     end = 0

@@ -1,4 +1,5 @@
-"""The trunk, a model without its lm_head: passes on sampled rows only, hands out hidden states.
+"""The trunk, a model without its lm_head: passes only sampled rows to lm_head, and hands out hidden
+states.
 
 Rule: nothing is computed or kept for a hidden state that no drafter asked for.
 """

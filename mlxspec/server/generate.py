@@ -20,7 +20,7 @@ from mlxspec import log
 from mlxspec.engine.worker import Mailbox
 from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.state import Row, TextModel, while_connected
+from mlxspec.server.state import Figures, TextModel, while_connected
 from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage
 from mlxspec.text.structured.grammar import Make
 from mlxspec.types import Output, Request
@@ -128,7 +128,7 @@ class Observer:
             usage.cached, usage.read = map(sum, zip(*prompts.values(), strict=True))
         return usage
 
-    def row(self, outcome: str = "") -> Row:
+    def row(self, outcome: str = "") -> Figures:
         """The figures for the page; `outcome` is "" until the end."""
         head = {"id": self.id, "model": self.model.name, "outcome": outcome}
         return head | asdict(self.usage())
@@ -177,7 +177,7 @@ class Generation:
     async def _body(self, outputs: Mailbox) -> Json:
         try:
             while self._running():
-                self._read(await anext(outputs))
+                self._add_output(await anext(outputs))
         except ApiError as error:
             if error.status == 500:
                 choices, usage = self.prepared.choices, self.observer.usage()
@@ -200,7 +200,7 @@ class Generation:
                 try:
                     async with asyncio.timeout(min(pause, PROGRESS_S)):
                         output = await anext(outputs)
-                    data = writer.chunk(*self._read(output))
+                    data = writer.chunk(*self._add_output(output))
                 except TimeoutError:
                     now = usage()
                     if writer.comment and now.read > reported:
@@ -216,7 +216,7 @@ class Generation:
         except ApiError as error:
             yield writer.failed(error)
 
-    def _read(self, output: Output) -> tuple[Choice, Piece]:
+    def _add_output(self, output: Output) -> tuple[Choice, Piece]:
         """Add an output to its choice, unless the choice has finished."""
         choices = self.prepared.choices
         first = next(choice.index for choice in choices if choice.request.id == output.request)

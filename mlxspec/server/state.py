@@ -1,8 +1,8 @@
 """What the endpoints share: the engine, the tokenizers on the text thread, and the list of
 generations for the page.
 
-Rule: text work never runs on the event loop, and no more of it waits than the engine's queue may
-hold.
+Rule: text work never runs on the event loop, and at most as many text jobs wait as the engine may
+queue and run.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ FAMILIES = ("claude-", "gpt-", "text-embedding-")
 
 MAX_NAME = 200  # characters
 
-Row = Json  # figures of one generation, made by an Observer
+Figures = Json  # figures of one generation, made by an Observer
 
 
 @dataclass
@@ -78,8 +78,8 @@ class ServerState:
     config: Config
     metrics: Metrics
     paths: Mapping[str, Path]
-    live: dict[str, Callable[[], Row]] = field(default_factory=dict)
-    finished: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
+    live: dict[str, Callable[[], Figures]] = field(default_factory=dict)
+    finished: deque[Figures] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
     note: str = ""
     recorder: Recorder | None = None  # keeps answers for training, if set
     models: dict[str, TextModel] = field(default_factory=dict)  # those whose tokenizer is loaded

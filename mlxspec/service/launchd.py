@@ -1,7 +1,7 @@
 """The service as a launch agent: its definition, launchctl, and the socket that launchd hands over.
 
-Rule: `bootout` ends the service, never `stop`, which KeepAlive answers with a restart. The
-definition holds no secret, because other programs can read it.
+Rule: end the service with `bootout`, never `stop`: KeepAlive would restart it. The definition holds
+no secret, because other programs can read it.
 """
 
 import ctypes

@@ -23,7 +23,7 @@ CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 FIRST_ROWS = (1, 2, 4, 8, 32)
 FEW = 4  # rows of most steps: measured TURNS times, as a disturbed measurement would park drafts
 LONG_ROWS = (1, 8, 32)  # measured with the long context too: its extra cost is linear in between
-MORE = GRID[-1] + 1  # tokens of room that a measurement needs behind a context
+MORE = GRID[-1] + 1  # tokens of room that a measurement needs after a context
 MEASURED = CONTEXTS[1] + MORE
 
 
@@ -117,7 +117,7 @@ def time_step(runner: Runner, table: list[int], context: int, rows: int) -> floa
 
 
 def unused_span(runner: Runner, table: list[int], context: int) -> Span:
-    """A row behind `context` tokens, in blocks that nobody uses."""
+    """A row after `context` tokens, in blocks that nobody uses."""
     passed = [NULL_BLOCK for _ in table]
     return Span(
         SeqState(),

@@ -46,8 +46,8 @@ class DraftCosts:
 def sampling_of(e: Entry) -> Sampling:
     """How an entry's draft is sampled: without penalties, which need counts of tokens that the host
     has not read. The target applies them."""
-    sampling, keys = e.kept.sampling, e.proposal.rate_keys
-    likeliest = len(keys) > 0 and keys[0][1] == LIKELIEST
+    sampling = e.kept.sampling
+    likeliest = e.proposal.sampling == LIKELIEST
     if not (likeliest or sampling.penalized or sampling.logprobs is not None):
         return sampling
     return replace(

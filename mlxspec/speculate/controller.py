@@ -39,8 +39,8 @@ class Proposal:
     `rate_keys` say what each token's acceptance rate depends on, `rates` are these rates, each on
     condition that the tokens before it were accepted. `seconds` is the cost of one more token,
     `fixed` that of drafting at all: copies have neither, a chain of passes has the first, a block
-    that is drafted in one pass the second. `tokens` are set if they are known already; `drafter` is
-    set by the Proposer.
+    that is drafted in one pass the second. `tokens` are set if they are known already; `sampling`
+    is how a model samples them, `drafter` is set by the Proposer.
     """
 
     source: str
@@ -49,6 +49,7 @@ class Proposal:
     fixed: float = 0.0
     rate_keys: Sequence[Key] = ()
     tokens: Sequence[int] = ()
+    sampling: str = ""
     drafter: Any = None
 
     @property
@@ -91,7 +92,7 @@ class Costs:
 
     `measured[i][j]` is a step of `rows[j]` rows with `contexts[i]` tokens of context over all its
     sequences; between these it is interpolated, beyond them the last slope continues. `factors`
-    correct it, by mode: "exact" steps waited for the tokens before them, "overlap" steps did not.
+    correct it, by mode: "synced" steps waited for the tokens before them, "overlap" steps did not.
     """
 
     contexts: tuple[int, int]

@@ -61,7 +61,7 @@ class DraftPass(Pass):
         self.pages = flat_caches(draft_runner.caches)
 
     def can_draft(self, seq: Seq) -> bool:
-        """Not behind another drafter's drafts in flight, which it would have to read."""
+        """Not after another drafter's drafts in flight, which it would have to be run over."""
         if seq.inflight_drafts and seq.flight[-1].draft.source != "model":
             return False
         return seq.known + seq.inflight_drafts + MAX_CHAIN <= self.model.context
@@ -79,7 +79,7 @@ class DraftPass(Pass):
         first = starts_of(rows.spans)
         unread = {run.kept: run for run in rows.spans}
         spans = []
-        places: list[int] = []  # among the unread tokens, and behind them the newest ones
+        places: list[int] = []  # among the unread tokens, and after them the newest ones
         shifted: list[tuple[int, int]] = []  # places that shift, each with its span's number
         for n, e in enumerate(chain.spans):
             count = 0  # rows before the newest token's

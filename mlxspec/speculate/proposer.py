@@ -139,7 +139,7 @@ class Proposer:
                     yield seq, min(self.depth, len(best.rates)), best
             return
         context = sum(seq.known for seq in seqs)
-        mode = "overlap" if all(lazy) else "exact"
+        mode = "overlap" if all(lazy) else "synced"
         decided = self.control.decide(stats, options, context, mode=mode)
         for seq, (depth, proposal) in zip(seqs, decided, strict=True):
             if depth and proposal:
@@ -198,7 +198,7 @@ class Proposer:
         if self.padded:
             rows = len(plan) * max(e.rows for e in plan)
         context = sum(e.end for e in plan)
-        mode = "overlap" if step.overlaps else "exact"
+        mode = "overlap" if step.overlaps else "synced"
         drafts = [e.draft for e in plan if e.draft.source in self._names]
         if not drafts:
             costs.learn(rows, context, mode, seconds=seconds)

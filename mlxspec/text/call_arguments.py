@@ -1,7 +1,7 @@
 """Parses the arguments of a tool call while the model writes it, into pieces of a JSON object.
 
 Rule: the pieces together depend only on the text, never on how it was split, and no piece is
-retracted. If the text breaks off, or is not JSON, so are they.
+retracted. If the text breaks off, so do the pieces; if it is not JSON, neither are they.
 """
 
 import re

@@ -257,7 +257,7 @@ def _reader(path: Path, config: Json, most: int) -> ImageReader | None:
     given = files.get("image_processor") or read_json(path / "preprocessor_config.json")
     vision = config.get("vision_config") or {}
     if not vision or config.get("text_config", {}).get("use_bidirectional_attention") == "vision":
-        return None  # the rows of such an image see those behind them, which is not built
+        return None  # the rows of such an image see those after them, which is not built
     patch = vision.get("patch_size", 16)
     mean, std = (tuple(given.get(key) or HALF) for key in ("image_mean", "image_std"))
     size = given.get("size") or {}

@@ -87,7 +87,7 @@ class Literals:
         return match[0]
 
     def peek(self) -> str:
-        """The character that comes next, behind white space."""
+        """The character that comes next, after white space."""
         while self.text[self.at].isspace():
             self.at += 1
         return self.text[self.at]

@@ -1,4 +1,4 @@
-"""Reads arguments that are parameters with a value each, as pieces of a JSON object.
+"""Parses arguments that a model writes one parameter at a time, into pieces of a JSON object.
 
 A value has the types that the tool's schema gives it, or that the model marked.
 """

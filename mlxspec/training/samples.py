@@ -1,4 +1,4 @@
-"""What a head learns from: answers of the model, and texts of the user's own.
+"""What a head learns from: answers of the model, and the user's own texts.
 
 Rule: samples have a fixed order, so that the same settings train on the same ones again.
 """

@@ -56,9 +56,9 @@ def spans_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], Spans]:
 
 
 def test_a_timeline_has_every_step_in_order(tmp_path: Path) -> None:
-    before = (mx.async_eval, Engine.add, Engine._finish, sys.getswitchinterval())
+    before = (mx.async_eval, Engine.add, Engine._read_and_commit, sys.getswitchinterval())
     sides = recorded(2, drafting)
-    assert (mx.async_eval, Engine.add, Engine._finish, sys.getswitchinterval()) == before
+    assert (mx.async_eval, Engine.add, Engine._read_and_commit, sys.getswitchinterval()) == before
     assert [side.title for side in sides] == ["tiny, plain", "tiny, drafting"]
     timeline.write(tmp_path / "t.json", sides)
     events = json.loads((tmp_path / "t.json").read_text("utf-8"))["traceEvents"]
@@ -90,7 +90,7 @@ def test_overlap_leaves_no_gap_and_its_lack_is_seen(monkeypatch: pytest.MonkeyPa
 
     def step_alone(engine: Engine, alone: bool = True) -> Any:
         """Read a step before the next is made, and let the host take 30 ms for it."""
-        outputs = engine._finish(engine.in_flight) if engine.in_flight else []
+        outputs = engine._read_and_commit(engine.in_flight) if engine.in_flight else []
         engine.in_flight = None
         time.sleep(0.03)
         return outputs + step(engine, alone)

@@ -310,7 +310,7 @@ def test_the_drafter_is_told_of_an_abort_at_once(qwen3) -> None:
     e.step()
     e.step()
     assert liar.live
-    e._finish(e.in_flight)
+    e._read_and_commit(e.in_flight)
     e.abort("a")
     assert not liar.live
 

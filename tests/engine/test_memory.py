@@ -136,9 +136,9 @@ def test_snapshots_keep_their_distance() -> None:
 
 def test_a_draft_models_kv_lies_in_the_pool_for_full_attention() -> None:
     small = CacheBytes(100, ((64, 10),), 0)
-    fit = LayoutChoice("rows", True, False, small, 9)
+    layout = LayoutChoice("rows", True, False, small, 9)
     own = CacheBytes(1000, ((512, 5000),), 0)
-    both = Drafting(Path(), object(), fit=fit).beside(own)
+    both = Drafting(Path(), object(), layout=layout).beside(own)
     assert both == own._replace(token=1110)
 
 

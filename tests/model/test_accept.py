@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.kernels.reference import count_accepted
-from mlxspec.model.sampler import drafts_of, rows_of
+from mlxspec.model.sampler import drafts_of, sampled_row_specs
 from mlxspec.sequences import Draft, Entry, Seq
 from mlxspec.types import Request
 from tests.support.spans import entry
@@ -41,7 +41,7 @@ def test_equals_the_rule_written_down(some: list[tuple[Entry, list[int], list[in
     plan = [e for e, _, _ in some]
     tokens = mx.array([t for _, _, sampled in some for t in sampled], mx.int32)
     inputs = mx.array([t for _, row, _ in some for t in row], mx.int32)
-    drafts = drafts_of(rows_of(plan))
+    drafts = drafts_of(sampled_row_specs(plan))
     if not drafts:
         return  # nobody asks where nothing was drafted
     kept = np.array(count_accepted(tokens, inputs, drafts)).tolist()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.sampler import _floors, _penalize, read, rows_of, sample, seed32
+from mlxspec.model.sampler import _floors, _penalize, read, sample, sampled_row_specs, seed32
 from mlxspec.sequences import Draft, Entry, Seq
 from mlxspec.types import NARROW, NOT_FINITE, Logprob, Request, Sampling
 from tests.support.spans import entry
@@ -25,7 +25,7 @@ def drawn_by(sampling: Sampling, prompt=(1, 2, 3), output=(), index=0) -> Entry:
 
 
 def draw(entries, logits=None) -> tuple[list[int], list[Logprob | None]]:
-    rows = rows_of(entries)
+    rows = sampled_row_specs(entries)
     inputs = mx.array([e.seq.tokens[-1] for e in entries])
     x = mx.array(np.stack([LOGITS] * len(rows)) if logits is None else logits.copy())
     return read(sample(x, rows, inputs), rows)
@@ -158,7 +158,7 @@ LARGE = 3 * NARROW
 def test_a_large_vocabulary_keeps_the_tokens_that_the_definitions_keep(s: Sampling) -> None:
     """Rows that rank a few tokens beside rows that rank all of them; each keeps what it should."""
     logits = (RNG.normal(size=LARGE) * 3).astype(np.float32)
-    rows = rows_of(
+    rows = sampled_row_specs(
         [drawn_by(s), drawn_by(Sampling(top_k=7)), drawn_by(Sampling(top_p=0.5)), drawn_by(s)]
     )
     x = mx.array(np.stack([logits for _ in rows]))
@@ -198,7 +198,7 @@ def test_penalties_count_the_token_that_is_still_on_the_device() -> None:
     e = drawn_by(Sampling(temperature=0, presence_penalty=2.0), output=[0])
     e.seq.tokens.pop()
     e.seq.pending, e.pending = 1, True
-    rows = rows_of([e])
+    rows = sampled_row_specs([e])
     x = mx.array(LOGITS[None])
     after = {
         t: read(sample(x, rows, mx.array([t])), rows)[0][0] for t in (best, (best + 1) % VOCAB)
@@ -234,7 +234,7 @@ def test_penalties_read_what_is_new_alone() -> None:
     for new in (3, 4, 5):
         tokens.append(new)
         e = entry(e.seq, len(tokens) - 1, 1, samples=True, draft=Draft([7] * 8, "liar"))
-        rows, inputs = rows_of([e]), mx.array([new, *[7] * 8])
+        rows, inputs = sampled_row_specs([e]), mx.array([new, *[7] * 8])
         x = mx.array(np.stack([LOGITS] * 9))
         got = _penalize(x, rows, inputs)
         assert tokens.read <= 3

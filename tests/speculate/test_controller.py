@@ -46,29 +46,29 @@ def table(cost: Cost) -> Costs:
 
 def test_costs_lie_between_what_was_measured_and_go_on_behind_it() -> None:
     costs = Costs((100, 1100), (1, 3, 5), ((1.0, 2.0, 4.0), (2.0, 3.0, 5.0)))
-    assert costs.curve(7, 100, "exact").tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert costs.curve(3, 600, "exact").tolist() == [1.5, 2.0, 2.5]
-    assert costs.curve(1, 2100, "exact").tolist() == [3.0]
-    assert costs.curve(1, 0, "exact").tolist() == [1.0], "less context than measured is no cheaper"
+    assert costs.curve(7, 100, "synced").tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert costs.curve(3, 600, "synced").tolist() == [1.5, 2.0, 2.5]
+    assert costs.curve(1, 2100, "synced").tolist() == [3.0]
+    assert costs.curve(1, 0, "synced").tolist() == [1.0], "less context than measured is no cheaper"
     falling = Costs((1, 2), (1, 2), ((2.0, 1.0), (0.0, 0.0)))
-    assert falling.curve(4, 1, "exact").tolist() == [2.0, 1.0, 1.0, 1.0], "noise is not carried on"
-    assert (falling.curve(4, 50, "exact") > 0).all()
+    assert falling.curve(4, 1, "synced").tolist() == [2.0, 1.0, 1.0, 1.0], "noise is not carried on"
+    assert (falling.curve(4, 50, "synced") > 0).all()
 
 
 @given(st.floats(0.05, 20), st.integers(1, 20), st.integers(1, 2000))
 def test_costs_follow_what_steps_take_each_way_apart(truth: float, rows: int, context: int) -> None:
     costs = table(curve(0.1, 0.01))
-    before = costs.curve(rows, context, "exact")[-1]
+    before = costs.curve(rows, context, "synced")[-1]
     for _ in range(200):
-        costs.learn(rows, context, "exact", truth * float(before))
-    assert costs.curve(rows, context, "exact")[-1] == pytest.approx(truth * before, rel=0.02)
+        costs.learn(rows, context, "synced", truth * float(before))
+    assert costs.curve(rows, context, "synced")[-1] == pytest.approx(truth * before, rel=0.02)
     assert costs.curve(rows, context, "overlap")[-1] == pytest.approx(before)
 
 
 def test_one_slow_step_moves_a_cost_a_little() -> None:
     costs = table(curve(0.1, 0.01))
-    costs.learn(1, 64, "exact", 1000.0)
-    assert 1.0 < costs.curve(1, 64, "exact")[0] <= 1 + INNOVATION
+    costs.learn(1, 64, "synced", 1000.0)
+    assert 1.0 < costs.curve(1, 64, "synced")[0] <= 1 + INNOVATION
 
 
 # ---- chances
@@ -192,7 +192,7 @@ def test_rows_that_cost_nothing_are_all_used() -> None:
     """Four sequences, every draft right: each drafts as deep as it may."""
     ctl = Controller(table(lambda r: 1.0), lambda key: 1.0)
     options = [[Proposal("model", [1.0] * DEPTH)] for _ in range(4)]
-    decided = ctl.decide([ctl.begin() for _ in range(4)], options, 64, "exact")
+    decided = ctl.decide([ctl.begin() for _ in range(4)], options, 64, "synced")
     assert [depth for depth, _ in decided] == [DEPTH] * 4
 
 
@@ -204,7 +204,7 @@ def test_the_best_of_a_sequences_options_is_taken() -> None:
         ([Proposal("lookup", [0.1] * 8), model], model),
         ([], None),
     ]:
-        ((depth, picked),) = ctl.decide([ctl.begin()], [options], 64, "exact")
+        ((depth, picked),) = ctl.decide([ctl.begin()], [options], 64, "synced")
         assert picked is want and bool(depth) == bool(want)
 
 
@@ -244,7 +244,7 @@ class Run:
         made = []
         for r in range(n):
             options = [[Proposal("model", [p.of(k) for k in keys], self.draft)] for p in pilots]
-            depths = [depth for depth, _ in ctl.decide(pilots, options, 64, "exact")]
+            depths = [depth for depth, _ in ctl.decide(pilots, options, 64, "synced")]
             tokens = 0.0
             for i, (pilot, depth) in enumerate(zip(pilots, depths, strict=True)):
                 p = self.at(i, r)
@@ -252,7 +252,7 @@ class Run:
                 ctl.learn(pilot, keys[:depth], kept)
                 tokens += sum(p**d for d in range(depth + 1))
             rows = self.sequences + sum(depths)
-            how = "exact" if any(depths) else "overlap"
+            how = "synced" if any(depths) else "overlap"
             ctl.costs.learn(rows, 64, how, self.cost(rows) * rng.uniform(0.9, 1.1))
             made.append(
                 (tokens, self.cost(self.sequences + sum(depths)) + self.draft * max(depths), depths)

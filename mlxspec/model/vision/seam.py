@@ -234,8 +234,8 @@ def _part_of(span: Span, image: ImageSpan) -> tuple[list[int], slice]:
 
 def positions_of(span: Span, length: int) -> np.ndarray:
     """int32 [3, length]: the positions of a span's rows by time, height and width. Those of an
-    image begin together where it begins, and count its rows and columns; behind it they go on
-    behind the larger of both (Qwen2-VL, https://arxiv.org/abs/2409.12191)."""
+    image begin together where it begins, and count its rows and columns; after it they go
+    on from the larger of both (Qwen2-VL, https://arxiv.org/abs/2409.12191)."""
     images = span.kept.images
     at = np.arange(span.start, span.start + length)
     axes = np.stack([at, at, at]) + shift_of(images, span.start)

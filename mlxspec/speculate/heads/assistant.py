@@ -1,8 +1,9 @@
 """Gemma 4's assistant: a chain of passes over the newest token, in which each layer attends to the
 target's own keys and values, those of its last layer of the same type.
 
-It has none itself. The row keeps the position of the newest token with keys and values in the
-target over the whole chain, as in vLLM and mlx-vlm; only token and hidden state change.
+It has no keys and values of its own. The row keeps the position of the newest token with keys and
+values in the target over the whole chain, as in vLLM and mlx-vlm; only token and hidden state
+change.
 """
 
 from collections.abc import Sequence

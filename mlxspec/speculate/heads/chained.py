@@ -1,5 +1,5 @@
-"""A head that drafts token by token: each of its rows joins a token with the target's hidden state
-of the position before it; a drafted token is joined with the head's own output.
+"""A head that drafts token by token: each row combines a token with the target's hidden state at
+the previous position; a drafted token is combined with the head's own output.
 
 Rule: the rows of drafted tokens are overwritten by those with the target's hidden states.
 """
@@ -16,7 +16,7 @@ from mlxspec.model.batch import (
     bucket,
     fill_view,
     runs_of,
-    sampled_rows,
+    sampled_row_indices,
     starts_of,
 )
 from mlxspec.sequences import Draft
@@ -59,14 +59,14 @@ class ChainedPass(Pass):
             view.positions = view.positions[:: shape[1]]
             x = self.head.embed(rows.tokens[at]).reshape(shape)
             x = self.head.module(x, hidden[at].reshape(shape), self.pages).flatten(0, 1)
-            x = x[sampled_rows(batch)]
+            x = x[sampled_row_indices(batch)]
             self.submit(x)
             out.append(x)
         return mx.concatenate(out)
 
 
 class ParallelPass(ChainedPass):
-    """P-EAGLE's (arXiv 2602.01469): rows of `module.mask` with `module.mask_hidden` behind the
+    """P-EAGLE's (arXiv 2602.01469): rows of `module.mask` with `module.mask_hidden` after the
     newest token's draft the tokens after the first, in the same pass."""
 
     def __init__(self, head: HeadModel, *args: Any) -> None:

@@ -1,9 +1,10 @@
 """Drafts with a trained head of any kind, or with a small model.
 
-Rule: the row of a position is in its slot under the target's block ids, so that a block is a
-function of its prefix. After a step with drafts the rows of all its samples are read at once: those
-after the last accepted one are written again before they are used. Rows that others may share or
-the disk may save are read as soon as they are final: of prompts, full blocks, finished sequences.
+Rule: each position's row lies in its own slot under the target's block ids, so that a block is a
+function of its prefix. After a step with drafts the head is run over the rows of all its samples at
+once: those after the last accepted one are written again before they are used. The head is run over
+rows that others may share or the disk may save as soon as they are final: of prompts, full blocks,
+finished sequences.
 """
 
 import time
@@ -39,7 +40,7 @@ class ReadState:
     read: int = 0
     hidden: list[mx.array] = field(default_factory=list)
     table: list[int] | None = None  # None: it has no blocks, or they may be another's
-    step: Step | None = None  # in flight; its rows were read when the next step was drafted
+    step: Step | None = None  # in flight; the head was run over its rows for the next one's draft
 
 
 class HeadDrafter(Drafter):
@@ -97,7 +98,13 @@ class HeadDrafter(Drafter):
         proposals = []
         for sampling in ("drawn", LIKELIEST) if warm else ("greedy",):
             keys = [(self.name, sampling, i + 1) for i in range(most)]
-            proposal = Proposal(self.name, (), costs.token, fixed=costs.fixed, rate_keys=keys)
+            proposal = Proposal(
+                self.name,
+                seconds=costs.token,
+                fixed=costs.fixed,
+                rate_keys=keys,
+                sampling=sampling,
+            )
             proposals.append(proposal)
         return proposals
 
@@ -124,8 +131,8 @@ class HeadDrafter(Drafter):
             e.draft = Draft(drafted, e.proposal.source, e.proposal.rate_keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
-        """Keep a step's hidden states up to the last accepted draft, and read rows that are due;
-        others are read once there are MAX_LAG."""
+        """Keep a step's hidden states up to the last accepted draft, and run the head over rows
+        that are due; over others once there are MAX_LAG."""
         hidden = self._hidden(step)
         offset, size = self.head.slot_offset, self.runner.view.block_size
         first = starts_of(step.plan)
@@ -145,8 +152,8 @@ class HeadDrafter(Drafter):
                 live.hidden.append(rows + 0 if len(hidden) > MAX_LAG else rows)  # a slice pins all
             lag = end - live.read
             fills = live.read // size < end // size
-            shared = ends or e.start < e.seq.prompt_len or fills
-            if lag > 0 and (shared or e.count > 1 or lag >= MAX_LAG):
+            must_write = ends or e.start < e.seq.prompt_len or fills
+            if lag > 0 and (must_write or e.count > 1 or lag >= MAX_LAG):
                 run = Span(
                     e.kept,
                     [live.table],
@@ -188,8 +195,8 @@ class HeadDrafter(Drafter):
         return [self.head.prepare(e.kept.recurrent[-1].reshape(1, -1))]
 
     def _unread(self, drafting: Plan, previous: Step | None) -> HeadInput:
-        """The unread rows of these sequences, up to their newest tokens, which are read now; also
-        those of the step in flight."""
+        """The rows of these sequences that the head has not been run over, up to their newest
+        tokens; also those of the step in flight. It is run over them now."""
         flying: dict[Seq, mx.array] = {}
         if previous:
             hidden = self._hidden(previous)
@@ -247,7 +254,7 @@ class HeadDrafter(Drafter):
         return replace(self.costs)
 
     def _seconds(self, table: list[int], depth: int) -> float:
-        """Seconds that a draft of `depth` tokens takes behind one row."""
+        """Seconds that a draft of `depth` tokens takes after one row."""
         context = min(64, len(table) * self.runner.view.block_size - depth - 1)
         newest = unused_span(self.runner, table, context)
         dtype = self.head.embed(mx.array([0])).dtype

@@ -1,5 +1,5 @@
-"""EAGLE-3 (arXiv 2503.01840): one layer over a token's embedding beside a hidden state, which is
-fused from three of the target's layers, or the head's own output for a drafted token.
+"""EAGLE-3 (arXiv 2503.01840): one layer over a token's embedding and a hidden state: fused from
+three of the target's layers or, for a drafted token, the head's own output.
 
 Reads the speculators format and the authors' own. Drafts may come from a reduced vocabulary.
 P-EAGLE (arXiv 2602.01469) puts a learned vector in the place of missing hidden states.

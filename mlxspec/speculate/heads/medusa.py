@@ -1,5 +1,5 @@
 """Medusa (arXiv 2401.10774): small heads on the target's last hidden state, each of which drafts a
-token one place further on.
+token one position further.
 
 Reads the tensors of Medusa-1 and Medusa-2. The heads make a chain, not the paper's tree; none
 sees what those before it drafted.

@@ -1,4 +1,4 @@
-"""All kinds of heads as the drafter sees them: a loaded head, and how it reads and drafts.
+"""All kinds of heads as the drafter sees them: a loaded head, and how it is run and drafts.
 
 Rule: a kind is a loader, which returns a HeadModel, and a Pass; everything else is the drafter's.
 """
@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.model import attention
-from mlxspec.model.batch import Shift, sampled_rows
+from mlxspec.model.batch import Shift, sampled_row_indices
 from mlxspec.model.layout import CacheBytes
 from mlxspec.model.pages import Pages, View, pools_of
 from mlxspec.model.runner import Runner
@@ -23,9 +23,9 @@ from mlxspec.types import FINAL_NORM, Tap
 
 @dataclass(slots=True)
 class HeadInput:
-    """Runs of rows that a head reads, `spans`: tokens int32 [T] and the target's hidden states
-    `slot_offset` positions before them, after `prepare`, [T, D]. With drafts in flight, a run has
-    the rows of all samples, one of which is the newest token's."""
+    """Input rows of a head, one run per span. `tokens` int32 [T]; `hidden` [T, D]: for each token,
+    the prepared hidden state `slot_offset` positions earlier. With drafts in flight, a run has the
+    rows of all samples, one of which is the newest token's."""
 
     spans: Spans
     tokens: Array
@@ -39,13 +39,13 @@ class HeadInput:
 
     def newest_hidden(self, shift: Shift) -> Array:
         """[spans, D]: the hidden states of the newest tokens' rows."""
-        return self.hidden[sampled_rows(self.spans)[self.newest(shift)]]
+        return self.hidden[sampled_row_indices(self.spans)[self.newest(shift)]]
 
 
 class Pass:
-    """How a kind of head reads rows, and computes the logits of what it drafts. It submits what it
-    computes before it returns, so that the next pass may write the pages in place. `pages` are the
-    head's own, `runner` the target's."""
+    """How a kind of head is run over rows, and computes the logits of what it drafts. It submits
+    what it computes before it returns, so that the next pass may write the pages in place. `pages`
+    are the head's own, `runner` the target's."""
 
     pages: list[Pages]
 
@@ -65,15 +65,15 @@ class Pass:
         """Build a pass on mlx-lm's caches, one for each of the head's own layers."""
 
     def can_draft(self, seq: Seq) -> bool:
-        """Whether it can draft behind this sequence's newest token."""
+        """Whether it can draft after this sequence's newest token."""
         return True
 
     def read(self, rows: HeadInput) -> None:
         """Write K and V of final rows."""
 
     def draft(self, rows: HeadInput, chain: Chain) -> None:
-        """Read the unread rows, up to the newest token's of each sequence of the chain, and sample
-        all its tokens."""
+        """Run over `rows`, up to the newest token's of each sequence of the chain, and sample all
+        its tokens."""
         raise NotImplementedError
 
     def submit(self, out: Array | tuple[()] = ()) -> None:
@@ -95,8 +95,8 @@ class HeadModel:
     the target's own.
 
     It has K and V of its own in `kv_layers` layers, whose row in slot p is made of the hidden state
-    at p - `slot_offset`, 0 or 1. `depth`: its longest draft. `tries_taps`: trials must show whether
-    it reads the hidden state before or after the final norm."""
+    at p - `slot_offset`, 0 or 1. `depth`: its longest draft. `tap_unknown`: trials must show
+    whether it reads the hidden state before or after the final norm."""
 
     name: str
     pass_type: type[Pass]
@@ -109,5 +109,5 @@ class HeadModel:
     kv_layers: int = 1
     slot_offset: int = 1
     depth: int = MAX_CHAIN
-    tries_taps: bool = False
+    tap_unknown: bool = False
     cached: CacheBytes = field(default_factory=CacheBytes)  # once it is loaded

@@ -1,8 +1,8 @@
 """The multi-token-prediction head of Qwen3.5 and its successors: one layer of the target's own kind
 over fc(norm(embedding of the token), norm(hidden state before it)).
 
-The modules are mlx-lm's; names and steps are those of the published checkpoints. Mixture-of-experts
-heads come with experts fused, numbered or stacked.
+The modules are mlx-lm's; tensor names and computation follow the published checkpoints. Mixture-of-
+experts heads come with experts fused, numbered or stacked.
 """
 
 from typing import Any
@@ -87,7 +87,7 @@ def build(
         lm_head=lm_head,
         width=args.hidden_size,
         kv_layers=len(layers),
-        tries_taps=True,
+        tap_unknown=True,
     )
 
 

@@ -1,7 +1,7 @@
-"""The multi-token-prediction head of DeepSeek-V3 and GLM: one more decoder layer ("layer N") behind
-those of the target in its checkpoint.
+"""The multi-token-prediction head of DeepSeek-V3 and GLM: one extra decoder layer ("layer N")
+that follows the target's own in the checkpoint.
 
-The steps are those of Qwen's head; only the names differ. It was trained on the hidden state after
+It computes the same as Qwen's head; only the names differ. It was trained on the hidden state after
 the final norm, so a chain continues from its own output after shared_head.norm.
 """
 
@@ -44,7 +44,7 @@ def load_nextn(files: HeadFiles, target: Module) -> HeadModel:
 
 def _sanitized(tensors: dict[str, mx.array], owner: Any) -> dict[str, mx.array]:
     """The tensors in mlx-lm's form and under our names. They pass for the model's first layer,
-    because mlx-lm drops layers behind the last."""
+    because mlx-lm drops layers after the last."""
     first = "model.layers.0."
     as_first = {first + name.removeprefix("mtp_block."): array for name, array in tensors.items()}
     sanitized = {}

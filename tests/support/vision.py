@@ -96,7 +96,9 @@ def save(path: Path, kind: str) -> Path:
         weights[name.replace("visual.", "vision_tower.")] = array
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     (path / "config.json").write_text(json.dumps(settings))
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind.removesuffix("_moe")]))
+    (path / "preprocessor_config.json").write_text(
+        json.dumps(PROCESSORS[kind.removesuffix("_moe")])
+    )
     return path
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+MAX_HEADER = 1 << 26  # bytes of a safetensors file's header
 WEIGHT_FILES = ("model*.safetensors", "mtp*.safetensors", "mtp/*.safetensors")
 
 
@@ -85,6 +86,19 @@ def weight_files(model: Path) -> list[Path]:
     any safetensors."""
     files = [file for pattern in WEIGHT_FILES for file in model.glob(pattern)]
     return sorted(files or model.glob("*.safetensors"))
+
+
+def tensor_names(model: Path) -> set[str]:
+    """The names of the tensors in a model's files, by their index or their headers."""
+    index = read_json(model / "model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict):
+        return set(index)
+    names: set[str] = set()
+    for path in weight_files(model):
+        with suppress(OSError, ValueError), path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            names |= set(json.loads(file.read(min(size, MAX_HEADER))))
+    return names
 
 
 def stamp(model: Path) -> str:

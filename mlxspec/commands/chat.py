@@ -64,7 +64,8 @@ def chat(
         elif text:
             try:
                 answer(*server, body, [*images, {"type": "text", "text": text}] if images else text)
-                images = []
+                if body["messages"] != opening:  # they are part of the conversation now
+                    images = []
             except ClientError as error:
                 if not interactive:  # at a terminal only a missing server ends the chat
                     raise

@@ -44,8 +44,8 @@ def local_models(config: Config) -> list[LocalModel]:
     from mlxspec.model.cards import cards, target_of
     from mlxspec.model.hub import cache_of, installed
     from mlxspec.model.layout import has_code
+    from mlxspec.model.vision import has_tower
     from mlxspec.speculate.heads.files import find_head
-    from mlxspec.text.images import image_reader
 
     catalog, local, downloaded = cards(), [], installed()
     for name in dict.fromkeys((*models_of(config), *catalog, *sorted(downloaded))):
@@ -67,7 +67,7 @@ def local_models(config: Config) -> list[LocalModel]:
                 tools = _cached_tools(path, cache_of(config) / TOOLS_FILE)
             if config.speculate and config.draft != NONE:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
-            sees = config.vision and image_reader(path, head.config, 1 << 20) is not None
+            sees = config.vision and has_tower(path, head.config)
             local.append(LocalModel(name, "model", path, size, fits, tools, drafts, sees=sees))
     return local
 

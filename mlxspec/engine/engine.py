@@ -73,6 +73,7 @@ class Engine:
     _pressure: int = NORMAL
     _disk_busy: bool = False  # blocks were moved to or from the disk after the last step
     _last_read: float = 0.0  # time at which a step was last read
+    _tower_runs: int = 0  # of the model's eyes, up to that step
     _live: dict[Seq, None] = field(default_factory=dict)  # sequences that the drafters have begun
 
     # ---- requests ----------------------------------------------------------------------------
@@ -217,7 +218,10 @@ class Engine:
         now = time.perf_counter()
         self.step_seconds = now - max(step.began, self._last_read)
         self._last_read = now
-        if self._disk_busy:  # its time says nothing about the next one's
+        eyes = self.runner.eyes
+        looked = eyes is not None and eyes.runs != self._tower_runs
+        self._tower_runs = eyes.runs if eyes else 0
+        if self._disk_busy or looked:  # its time says nothing about the next one's
             self.step_seconds = 0.0
             return
         self.scheduler.prefill_budget.learn(step.plan, self.step_seconds)

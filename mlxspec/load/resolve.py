@@ -22,9 +22,9 @@ from mlxspec.model.cards import head_of
 from mlxspec.model.hub import Resolved, cache_of, find_local, learned_head, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.parallel import ALONE, ProcessGroup
+from mlxspec.model.vision import has_tower
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
-from mlxspec.text.images import image_reader
 from mlxspec.types import ModelInfo, UnsupportedModel
 
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -91,7 +91,7 @@ class ResolvedModel:
             kv_bytes=0,
             weight_bytes=weights,
             created=int(time.time()),
-            sees=self.config.vision and image_reader(self.path, config, 1 << 20) is not None,
+            sees=self.config.vision and has_tower(self.path, config),
         )
 
 

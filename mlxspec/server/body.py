@@ -8,7 +8,7 @@ import asyncio
 import re
 import sys
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -33,7 +33,7 @@ from mlxspec.server.content import Content
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.images import read_images
 from mlxspec.server.state import ServerState, TextModel, while_connected
-from mlxspec.text.images import ImageError, Images
+from mlxspec.text.images import Images, marker_of
 from mlxspec.types import Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, counted by commas and brackets: no context has more tokens
@@ -100,7 +100,6 @@ class Body(Strict):
     model: str | None = None
     _content: Content = PrivateAttr(default_factory=Content)
     _images: Images = PrivateAttr(default_factory=dict)
-    _raw: Data = PrivateAttr(b"")  # under `strict_content`
 
     @property
     def content(self) -> Content:
@@ -144,12 +143,12 @@ def endpoint(
             body, http.scope[IGNORED] = await _parsed(http, kind, size)
             model = await state.model(body.model)
             if files := body.content.files:
-                strict = state.config.strict_content
-                reading = read_images(model, files, http.scope[IGNORED], strict)
-                try:
-                    body._images = await while_connected(http, reading)
-                except ImageError:  # under `strict_content`: what reads the parts refuses it
-                    body, http.scope[IGNORED] = parse(kind, body._raw, strict=True)
+                where = "input" if "input" in kind.model_fields else "messages"
+                reading = read_images(model, files, http.scope[IGNORED], where)
+                body._images = await while_connected(http, reading)
+                rendered = not getattr(body, "raw", False)  # else its endpoint refuses all images
+                if state.config.strict_content and rendered and not getattr(body, "suffix", ""):
+                    _refuse_unseen(body)
             response = await while_connected(http, answer(http, body, model))
         finally:
             state.unread -= size.bytes
@@ -157,6 +156,32 @@ def endpoint(
         return response
 
     return respond
+
+
+def _refuse_unseen(body: Body) -> None:
+    """Raises ApiError that names the first image which the model does not see."""
+    for digest, image in body.seen_images.items():
+        if isinstance(image, str):
+            where = _path_to(marker_of(digest), body) or "messages"
+            raise invalid(where, f"{where}: {image.strip()[1:-1]}; leave it out")
+
+
+def _path_to(text: str, value: Any, at: str = "") -> str:
+    """Where an object whose text this is stands in a body; "": nowhere."""
+    items: Iterable[tuple[str, Any]] = ()
+    match value:
+        case {"text": str(found)} if text in found:
+            return at
+        case BaseModel() if text in str(getattr(value, "text", "")):
+            return at
+        case dict():
+            items = ((f"{at}.{key}", item) for key, item in value.items())
+        case list():
+            items = ((f"{at}[{n}]", item) for n, item in enumerate(value))
+        case BaseModel():
+            items = ((f"{at}.{key}", item) for key, item in value)
+    paths = (_path_to(text, item, where) for where, item in items)
+    return next(filter(None, paths), "").removeprefix(".")
 
 
 @dataclass
@@ -264,8 +289,6 @@ def parse(
     body = validate(kind, data, content=content)
     if isinstance(body, Body):
         body._content = content
-        if strict and content.files:
-            body._raw = data
     if size:
         size.add(sum(len(file.data) for file in content.files.values()))
     for name, value in (body.model_extra or {}).items():

@@ -9,6 +9,7 @@ from base64 import b64decode
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from secrets import token_bytes
 from typing import Any
 
 from pydantic import BeforeValidator, ValidationInfo
@@ -24,6 +25,7 @@ UNREADABLE = (
 # The types of calls and results of another server's tools, shown in the log and the prompt.
 HOSTED = re.compile(r"\w{1,48}_tool_(use|result)")
 IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
+KEY = token_bytes(32)  # so that no text of a client's or a tool's names an image
 READS_TEXT = "this model reads text only"
 LEFT_OUT = f" left out: {READS_TEXT}]\n"  # ends the line for a part
 PART_FIELDS = (
@@ -34,11 +36,13 @@ PART_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An image as a request has it: its bytes, or its URL. `kind` is the type of its part."""
+    """An image as a request has it: its bytes, its URL, or why it has neither. `kind`: the type of
+    its part."""
 
     kind: str
-    data: bytes
+    data: bytes = b""
     url: str = ""
+    why: str = ""
 
 
 @dataclass
@@ -53,7 +57,8 @@ class Content:
 
     def add(self, file: File) -> str:
         """What stands for an image in the text."""
-        digest = blake2b(file.data or file.url.encode(), digest_size=16).hexdigest()
+        content = file.data or f"{file.url} {file.why}".encode()
+        digest = blake2b(content, digest_size=16, key=KEY).hexdigest()
         self.files.setdefault(digest, file)
         return marker_of(digest)
 
@@ -91,7 +96,7 @@ def _read(value: Any, content: Content) -> Any:
 
 
 def _image(part: Json, kind: str) -> File | None:
-    """The image in a part of any API, Ollama's and MCP's too."""
+    """The image in a part of any API, Ollama's and MCP's too; None for other parts."""
     data = url = ""
     if kind not in IMAGES:
         return None
@@ -100,13 +105,19 @@ def _image(part: Json, kind: str) -> File | None:
             pass
         case {"source": {"data": str(data)}} | {"data": str(data)}:
             pass
-    if url.startswith(("http://", "https://")):
-        return File(kind, b"", url)
-    if url.startswith("data:"):
+        case _:
+            return File(kind, why="it has neither data nor a URL")
+    scheme = url[:8].lower()
+    if scheme.startswith(("http://", "https://")):
+        return File(kind, url=url)
+    if scheme.startswith("data:"):
         data = url.partition(",")[2]
-    with suppress(ValueError):
-        return File(kind, b64decode(data, validate=True)) if data else None
-    return None
+    elif url:
+        return File(kind, why="its URL is not one of http, https or data")
+    try:
+        return File(kind, b64decode("".join(data.split()), validate=True))
+    except ValueError:
+        return File(kind, why="its data is not in base64")
 
 
 def _text(part: Json, kind: str, content: Content) -> str:

@@ -12,10 +12,9 @@ from mlxspec.server.content import READS_TEXT, File, line_for
 from mlxspec.server.errors import invalid
 from mlxspec.server.fetch import FetchError, fetch
 from mlxspec.server.state import TextModel
-from mlxspec.text.images import ImageError, Images
+from mlxspec.text.images import MAX_IMAGES, ImageError, Images
 from mlxspec.types import Image
 
-MAX_IMAGES = 100  # of a request
 FETCHED_BYTES = 20 << 20  # of an image that is fetched
 
 
@@ -23,22 +22,20 @@ async def read_images(
     model: TextModel,
     files: Mapping[str, File],
     ignored: list[str],
-    strict: bool = False,
+    where: str = "messages",
 ) -> Images:
     """The images of these files by their digests, or the line in the place of each that the model
-    cannot see, whose type goes to `ignored`. Raises ApiError for too many, Busy, and if `strict`
-    ImageError for one that cannot be seen."""
+    cannot see, whose type goes to `ignored`. `where` is the body's field that has them. Raises
+    ApiError for too many, and Busy where other requests hold large ones."""
     if len(files) > MAX_IMAGES:
-        why = f"the request has {len(files)} images, more than {MAX_IMAGES}; send fewer"
-        raise invalid("messages", why)
+        why = f"{where} has {len(files)} images, more than {MAX_IMAGES}; send fewer"
+        raise invalid(where, why)
     images: dict[str, Image | str] = {}
     lost: list[str] = []
     for digest, file in files.items():
         try:
             images[digest] = await _read(model, digest, file)
         except ImageError as error:
-            if strict:
-                raise
             images[digest] = line_for(file.kind, str(error))
             lost.append(f"content[].{file.kind}")
     if lost:
@@ -53,9 +50,14 @@ async def _read(model: TextModel, digest: str, file: File) -> Image:
     cache, state = model.images, model.server
     if cache is None or not model.info.sees:
         raise ImageError(READS_TEXT)
+    if file.why:
+        raise ImageError(file.why)
     run = asyncio.get_running_loop().run_in_executor
+    image = await run(state.imaging, cache.get, digest)
+    if image:
+        return image
     data = file.data
-    if file.url and digest not in cache:
+    if file.url:
         if not state.config.fetch_images:
             raise ImageError("it is a URL, and this server does not fetch: --fetch-images is off")
         try:

@@ -214,6 +214,7 @@ def render(
     images: tuple[ImageSpan, ...] = ()
     if conversation.images and image_reader:
         encoder = ImageEncoder(image_reader, conversation.images)
+        encoder.check(text, context, field)
         ids = history.encode(text, lambda piece: encoder.encode(piece, encode_text))
         images = encoder.spans(ids)
     else:

@@ -20,14 +20,17 @@ from weakref import WeakSet
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxspec import log
 from mlxspec.files import read_json
+from mlxspec.text.messages import TooLong, rejected
 from mlxspec.text.template import apply_template
-from mlxspec.types import Busy, Image, ImageSpan, Json
+from mlxspec.types import Busy, Image, ImageSpan, Json, too_long
 
 EDGE = "\ufdd1"  # of a marker: a noncharacter of Unicode
 MARKER = re.compile(f"{EDGE}([0-9a-f]{{32}}){EDGE}")  # with the digest of the image's file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_DECODED = 1 << 26  # pixels of a file: 256 MiB in each mode that it is converted to
+MAX_IMAGES = 100  # of a prompt
 MAX_RATIO = 200  # of the sides
 CACHED_BYTES = 256 << 20  # of patches that are kept for the next turns
 IN_USE_BYTES = 1 << 30  # of patches that are kept, or that requests hold
@@ -109,6 +112,13 @@ class ImageReader:
             raise
         except Exception as error:  # whatever a broken file makes Pillow raise
             raise ImageError(f"it cannot be read: {type(error).__name__}") from error
+        if rows * columns < shown.height * shown.width // 2:
+            log.info(
+                "an image of %d x %d pixels is scaled down to %d x %d",
+                *shown.size,
+                columns,
+                rows,
+            )
         pixels = np.asarray(scaled)
         rows, columns = rows // self.patch, columns // self.patch
         patches = pixels.reshape(rows, self.patch, columns, self.patch, 3)
@@ -172,6 +182,20 @@ class ImageEncoder:
                 done, behind = match.end(), after
         return ids + encode(behind + text[done:])
 
+    def check(self, text: str, context: int, field: str) -> None:
+        """Raises RejectedRequest for a text with too many images, and TooLong where their rows
+        alone are more than `context`; 0: any number."""
+        images = [self.images.get(digest) for digest in MARKER.findall(text)]
+        seen = [image for image in images if isinstance(image, Image)]
+        if len(seen) > MAX_IMAGES:
+            raise rejected(field, f"has {len(seen)} images, more than {MAX_IMAGES}; send fewer")
+        rows = sum(image.rows * image.columns for image in seen) // self.reader.merge**2
+        if context and rows > context:
+            why = f"{too_long(rows, context)}; the images alone; send fewer"
+            error = TooLong(field, why, "context_length_exceeded")
+            error.tokens = rows
+            raise error
+
     def spans(self, ids: list[int]) -> tuple[ImageSpan, ...]:
         """Where the images are in all token ids."""
         spans: list[ImageSpan] = []
@@ -220,22 +244,25 @@ def _rgb(picture: Any) -> Any:
 class ImageCache:
     """Images that were read last, by the digest of their files: an agent sends each of them again
     in every turn. Bounded in bytes, and with those that requests hold bounded as well. One
-    thread's, but for `in`."""
+    thread's."""
 
     def __init__(self, reader: ImageReader) -> None:
         self.reader = reader
         self._images: OrderedDict[str, Image] = OrderedDict()
         self._in_use: WeakSet[Image] = WeakSet()
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._images
+    def get(self, digest: str) -> Image | None:
+        """The image of a file with this digest, if it was read lately."""
+        if digest in self._images:
+            self._images.move_to_end(digest)
+        return self._images.get(digest)
 
     def read(self, digest: str, data: bytes) -> Image:
         """The image of a file with this digest. Raises ImageError, and Busy where those in use take
         too much."""
         if sum(image.patches.nbytes for image in self._in_use) > IN_USE_BYTES:
             raise Busy(1, "other requests have large images")
-        image = self._images.pop(digest, None) or self.reader.read(data)
+        image = self.get(digest) or self.reader.read(data)
         self._images[digest] = image
         self._in_use.add(image)
         while sum(each.patches.nbytes for each in self._images.values()) > CACHED_BYTES:

@@ -2,10 +2,13 @@
 that cannot be seen."""
 
 import base64
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,10 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.server import fetch as fetching
+from mlxspec.server.content import File
+from mlxspec.server.responses.endpoints import Store
 from mlxspec.text.chat import load_tokenizer
+from mlxspec.text.images import marker_of
 from tests.server.test_content import (
     chat,
     chat_result,
@@ -163,26 +169,48 @@ async def test_a_kept_response_keeps_its_images(make: Make) -> None:
 
 
 BROKEN = {
-    "no picture": b"hello",
-    "cut off": PNG[:60],
-    "damaged": PNG[:200] + b"\0" * 40 + PNG[240:],
-    "too long": vision.png(8000, 10),
+    "no picture": (b"hello", "it cannot be read"),
+    "cut off": (PNG[:60], "it cannot be read"),
+    "damaged": (PNG[:200] + b"\0" * 40 + PNG[240:], "it cannot be read"),
+    "too long": (vision.png(8000, 10), "8000 x 10 pixels"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 async def test_an_image_that_cannot_be_read_is_a_line(make: Make, name: str) -> None:
     s = make()
-    path, body = chat(part_of(chat, BROKEN[name]), text_of(chat, " and "), part_of(chat, PNG))
+    data, why = BROKEN[name]
+    path, body = chat(part_of(chat, data), text_of(chat, " and "), part_of(chat, PNG))
     answer = await s.post(path, body)
     assert answer.status == 200, answer.body
     assert answer.headers["x-mlxspec-ignored"] == "content[].image_url"
-    assert "[image_url left out: it " in prompt(s) and prompt(s).count("◆") == 6
+    assert f"[image_url left out: {why}" in prompt(s).replace("it has ", "")
+    assert prompt(s).count("◆") == 6
     strict = make(Config(strict_content=True))
     answer = await strict.post(path, body)
-    assert answer.status == 400 and "messages[0].content[0]" in answer.json["error"]["message"]
+    assert answer.status == 400 and answer.json["error"]["param"] == "messages[0].content[0]"
+    assert why in answer.json["error"]["message"]
     path, body = chat(part_of(chat, PNG))
     assert (await strict.post(path, body)).status == 200
+
+
+LINES = "\n".join(b64(PNG)[at : at + 76] for at in range(0, len(b64(PNG)), 76))
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "lines": ({"url": f"data:image/png;base64,{LINES}"}, ""),
+    "capitals": ({"url": f"DATA:image/png;base64,{b64(PNG)}"}, ""),
+    "no base64": ({"url": "data:image/png;base64,%%%"}, "not in base64"),
+    "ftp": ({"url": "ftp://a/b.png"}, "not one of http, https or data"),
+    "nothing": ({}, "neither data nor a URL"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_what_is_wrong_with_an_image_is_said(make: Make, name: str) -> None:
+    s = make()
+    image, why = ODD[name]
+    path, body = chat({"type": "image_url", "image_url": image})
+    assert (await s.post(path, body)).status == 200
+    assert why in prompt(s) if why else prompt(s).count("◆") == 6
 
 
 async def test_a_model_that_does_not_see_gets_a_line(make: Make) -> None:
@@ -196,9 +224,10 @@ async def test_a_model_that_does_not_see_gets_a_line(make: Make) -> None:
 
 
 async def test_texts_like_markers_are_texts(make: Make) -> None:
-    """A client may write the characters around a digest; a known one is its own image again."""
+    """A client, a tool or a page may write the characters around a digest of a known image."""
     s = make()
-    for text in ("\ufdd1", "\ufdd1" * 3, f"\ufdd1{'0' * 32}\ufdd1", "\ufdd1zz\ufdd1"):
+    known = [blake2b(PNG, digest_size=16).hexdigest(), "0" * 32, "zz", ""]
+    for text in ("\ufdd1" * 3, *(f"\ufdd1{digest}\ufdd1" for digest in known)):
         path, body = chat(text_of(chat, text), part_of(chat, PNG))
         assert (await s.post(path, body)).status == 200
         assert len(s.engine.submitted[-1].images) == 1
@@ -218,6 +247,29 @@ async def test_too_many_and_too_large_are_refused(make: Make) -> None:
     answer = await s.post(path, body)
     assert answer.status == 400 and answer.json["error"]["code"] == "context_length_exceeded"
     assert s.engine.submitted == []
+
+
+async def test_one_image_many_times_is_counted_before_it_is_encoded(make: Make) -> None:
+    s = make()
+    path, body = chat(*[part_of(chat, PNG) for _ in range(101)])
+    answer = await s.post(path, body)
+    assert answer.status == 400 and "101 images" in answer.json["error"]["message"]
+    s = make(info=replace(SEES, context=500))
+    path, body = chat(*[part_of(chat, PNG) for _ in range(90)])
+    answer = await s.post(path, body)
+    assert answer.status == 400 and "540 tokens > 500" in answer.json["error"]["message"]
+
+
+async def test_the_store_counts_an_image_once() -> None:
+    store = Store(max_bytes=3000)
+    files = {"a" * 32: File("input_image", b"x" * 2000)}
+    item = {"id": "i", "content": [{"type": "input_text", "text": marker_of("a" * 32)}]}
+    for n in range(3):
+        store.add({"id": f"r{n}", "output": []}, [item], files)
+    assert all(store.get(f"r{n}") for n in range(3)) and store.images_in([item]) == files
+    for n in range(3):
+        store.delete(f"r{n}")
+    assert store == Store(max_bytes=3000)
 
 
 @contextmanager
@@ -268,6 +320,47 @@ async def test_urls_are_fetched_only_if_wanted(
             path, body = place(part_of(place, b"", url + page))
             assert (await s.post(path, body)).status == 200
             assert why in prompt(s) if why else prompt(s).count("◆") == 6
+
+
+ADDRESSES = {
+    "93.184.216.34": True,
+    "2606:2800:220:1:248:1893:25c8:1946": True,
+    "::ffff:93.184.216.34": True,
+    **dict.fromkeys(
+        "127.0.0.1 10.0.0.1 169.254.169.254 100.64.0.1 224.0.0.1 0.0.0.0 240.0.0.1 ::1 ::127.0.0.1"
+        " ::ffff:127.0.0.1 ::ffff:100.100.100.200 ::ffff:0:127.0.0.1 64:ff9b::7f00:1 2002:7f00:1::"
+        " 2002:c0a8:101::1 fec0::1 fe80::1%eth0 ff02::1 fc00::1".split(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_is_public_or_not(address: str) -> None:
+    assert fetching.is_public(address) is ADDRESSES[address]
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetching, "SECONDS", 1.0)
+    monkeypatch.setattr(fetching, "is_public", lambda address: True)
+    for head in (b"", b"HTTP/1.0 200 OK\r\n\r\n"):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def drip(head: bytes = head, listener: socket.socket = listener) -> None:
+                client = listener.accept()[0]
+                with client, suppress(OSError):
+                    client.sendall(head)
+                    for _ in range(100):
+                        client.sendall(b"H")
+                        time.sleep(0.1)
+
+            threading.Thread(target=drip, daemon=True).start()
+            began = time.monotonic()
+            with pytest.raises(fetching.FetchError):
+                fetching.fetch(f"http://127.0.0.1:{listener.getsockname()[1]}/", 1000)
+            assert time.monotonic() - began < 5
 
 
 def test_no_url_leads_into_the_users_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -527,7 +527,7 @@ def test_the_least_used_makes_room() -> None:
     store = Store()
     for id in "ab":
         store.add(response(id), [])
-    store.max_bytes = sum(size for *_, size in store._stored.values())
+    store.max_bytes = sum(each.size for each in store._stored.values())
     store.get("a")
     store.add(response("c"), [])
     with pytest.raises(ApiError):
@@ -540,7 +540,7 @@ def test_what_is_kept_has_a_size() -> None:
     store = Store(max_bytes=1000)
     for id in map(str, range(50)):
         store.add(response(id, said="x" * 100), [])
-        assert sum(size for *_, size in store._stored.values()) <= 1000
+        assert sum(each.size for each in store._stored.values()) <= 1000
     assert 2 < len(store._stored) < 10
     store.add(response("large", said="x" * 1000), [])  # no room for others, nor for itself
     assert store == Store(max_bytes=1000)

@@ -13,7 +13,7 @@ from mlx import nn
 from mlx.core import array as Array
 from mlx.utils import tree_flatten
 
-from mlxspec.files import weight_files
+from mlxspec.files import tensor_names, weight_files
 from mlxspec.model.vision import gemma, pixtral, qwen
 from mlxspec.types import Json, UnsupportedModel, line_of
 
@@ -49,13 +49,26 @@ def load_vision(path: Path, config: Json) -> nn.Module | None:
 def _load(path: Path, config: Json) -> nn.Module | None:
     if config.get("model_type") not in FAMILIES or not config.get("vision_config"):
         return None
-    if config.get("text_config", {}).get("use_bidirectional_attention") == "vision":
+    if _sees_both_ways(config):
         raise UnsupportedModel("its images attend in both directions, which is not built")
     weights: dict[str, Array] = {}
     for file in weight_files(path):
         arrays: Any = mx.load(str(file))
         weights |= {name: array for name, array in arrays.items() if _is_vision(name)}
     return build(config, weights)
+
+
+def has_tower(path: Path, config: Json) -> bool:
+    """Whether a model directory holds a tower of a known family; what it needs is not checked."""
+    if config.get("model_type") not in FAMILIES or not config.get("vision_config"):
+        return False
+    return not _sees_both_ways(config) and any(map(_is_vision, tensor_names(path)))
+
+
+def _sees_both_ways(config: Json) -> bool:
+    """Whether the rows of an image see those after them, as some Gemma 4's do."""
+    text = config.get("text_config")
+    return isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
 
 
 def _is_vision(name: str) -> bool:

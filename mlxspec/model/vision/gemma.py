@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.core import array as Array
 
-from mlxspec.model.vision.rope import rotated
+from mlxspec.model.vision.rope import attention, rotated
 from mlxspec.types import Json
 
 DEFAULTS: Json = {
@@ -83,7 +83,7 @@ class Attention(nn.Module):
             )
         ]
         q, k = _rotated(q, angles), _rotated(k, angles)
-        x = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0)
+        x = attention(q, k, v, scale=1.0)
         return self.o_proj(x.transpose(0, 2, 1, 3).reshape(n, -1))
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.core import array as Array
 
-from mlxspec.model.vision.rope import rotated, turns
+from mlxspec.model.vision.rope import attention, rotated, turns
 from mlxspec.types import Json
 
 DEFAULTS: Json = {
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         ]
         q, k = rotated(q, angles), rotated(k, angles)
         scale = (dim // self.heads) ** -0.5
-        x = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+        x = attention(q, k, v, scale=scale)
         return self.o_proj(x.transpose(0, 2, 1, 3).reshape(n, dim))
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.core import array as Array
 
-from mlxspec.model.vision.rope import rotated, turns
+from mlxspec.model.vision.rope import attention, rotated, turns
 from mlxspec.types import Json
 
 DEFAULTS: Json = {
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).reshape(n, 3, self.heads, -1).transpose(1, 2, 0, 3)[:, None]
         scale = (dim // self.heads) ** -0.5
         q, k = rotated(q, angles), rotated(k, angles)
-        x = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+        x = attention(q, k, v, scale=scale)
         return self.proj(x.transpose(0, 2, 1, 3).reshape(n, dim))
 
 

@@ -1,7 +1,18 @@
-"""Rotary positions of patches in two dimensions."""
+"""Attention among patches: rotary positions in two dimensions, and queries in tiles."""
 
 import mlx.core as mx
 from mlx.core import array as Array
+
+TILE = 512  # patches whose scores are in memory at once, where MLX does not fuse attention
+
+
+def attention(q: Array, k: Array, v: Array, scale: float) -> Array:
+    """Attention of all patches to all, [1, heads, patches, D] each."""
+    tiles = [
+        mx.fast.scaled_dot_product_attention(q[:, :, at : at + TILE], k, v, scale=scale)
+        for at in range(0, q.shape[2], TILE)
+    ]
+    return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
 
 
 def turns(rows: int, columns: int, by_row: Array, by_column: Array) -> Array:

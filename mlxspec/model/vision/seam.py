@@ -136,6 +136,7 @@ class Eyes:
         """Raises UnsupportedModel where the text model has no place for images."""
         self.tower = tower
         self.view: Any = None
+        self.runs = 0  # of the tower
         self._features: OrderedDict[bytes, Array] = OrderedDict()
         trunk = trunk_of(model)
         embed = trunk.get("embed_tokens")
@@ -174,6 +175,7 @@ class Eyes:
             patches = colors.reshape(pixels.shape).astype(self.dtype)
             found = self.tower(patches, image.rows, image.columns)
             mx.eval(found)
+            self.runs += 1
         self._features[image.digest] = found
         while sum(each.nbytes for each in self._features.values()) > CACHED_BYTES:
             self._features.popitem(last=False)

@@ -57,13 +57,23 @@ DEFAULTS: Json = {
 
 
 @dataclass
+class Stored:
+    """A response, the items of the conversation before it, their size as JSON, and the digests of
+    the images in these."""
+
+    response: Json
+    items: list[Json]
+    size: int
+    digests: set[str]
+
+
+@dataclass
 class Store:
-    """Responses by id, least recently used first, each with the items of the conversation before
-    it, and their size; and the images in these, by digest."""
+    """Responses by id, least recently used first, and their images by digest."""
 
     max_bytes: int = MAX_BYTES
     files: dict[str, File] = field(default_factory=dict)
-    _stored: OrderedDict[str, tuple[Json, list[Json], int]] = field(default_factory=OrderedDict)
+    _stored: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
 
     def add(
         self,
@@ -71,21 +81,29 @@ class Store:
         items: list[Json],
         files: Mapping[str, File] = {},
     ) -> None:
+        """Store a response, and drop the least recently used ones beyond `max_bytes`."""
         text = json.dumps([response, items], ensure_ascii=False)
-        size = len(text) + sum(len(files[each].data) for each in _digests(text) & files.keys())
-        self._stored[response["id"]] = response, items, size
-        self.files |= files
-        while sum(size for *_, size in self._stored.values()) > self.max_bytes:
+        digests = set(MARKER.findall(text)) & files.keys()
+        self._stored[response["id"]] = Stored(response, items, len(text), digests)
+        self.files |= {digest: files[digest] for digest in digests}
+        while self._bytes() > self.max_bytes:
             self._stored.popitem(last=False)
-        if self.files:
-            used = _digests(json.dumps(list(self._stored.values()), ensure_ascii=False))
-            self.files = {digest: self.files[digest] for digest in used & self.files.keys()}
+            self._drop_files()
+
+    def _bytes(self) -> int:
+        images = sum(len(file.data) for file in self.files.values())
+        return images + sum(each.size for each in self._stored.values())
+
+    def _drop_files(self) -> None:
+        """Forget the images of responses that are gone."""
+        used = set[str]().union(*(each.digests for each in self._stored.values()))
+        self.files = {digest: self.files[digest] for digest in used}
 
     def images_in(self, items: list[Json]) -> dict[str, File]:
         """The stored images of some items."""
         if not self.files:
             return {}
-        digests = _digests(json.dumps(items, ensure_ascii=False)) & self.files.keys()
+        digests = set(MARKER.findall(json.dumps(items, ensure_ascii=False))) & self.files.keys()
         return {digest: self.files[digest] for digest in digests}
 
     def get(self, id: str) -> tuple[Json, list[Json]]:
@@ -93,13 +111,13 @@ class Store:
         if id not in self._stored:
             raise _missing(id)
         self._stored.move_to_end(id)
-        response, items, _ = self._stored[id]
-        return response, items
+        return self._stored[id].response, self._stored[id].items
 
     def delete(self, id: str) -> None:
         """Raises ApiError 404."""
         self.get(id)
         del self._stored[id]
+        self._drop_files()
 
     def conversation(self, id: str | None) -> list[Json]:
         """All items up to the end of a response, oldest first. Raises ApiError 400."""
@@ -119,17 +137,13 @@ class Store:
             if item.get("type") != "item_reference":
                 continue
             if not stored:
-                for response, before, _ in self._stored.values():
-                    stored |= {each["id"]: each for each in (*before, *response["output"])}
+                for kept in self._stored.values():
+                    known = (*kept.items, *kept.response["output"])
+                    stored |= {item["id"]: item for item in known}
             id = str(item.get("id"))
             if id not in stored:
                 raise _missing(id, f"input[{i}].id")
             items[i] = stored[id]
-
-
-def _digests(text: str) -> set[str]:
-    """Of the images whose markers a text has."""
-    return set(MARKER.findall(text))
 
 
 def _missing(id: str, param: str | None = None) -> ApiError:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,11 @@ import pytest
 from hypothesis import settings
 
 from mlxspec import blas
+
+# MLX on a CPU gives each operation to a thread, which woke at once and took the core of the thread
+# that goes on to the next one. Threads and processes inherit the policy.
+if sys.platform == "linux":
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 blas.load()
 

@@ -13,14 +13,17 @@ from hypothesis import settings
 
 from mlxspec import blas
 
-# MLX on a CPU gives each operation to a thread, which woke at once and took the core of the thread
-# that goes on to the next one. Threads and processes inherit the policy.
-if sys.platform == "linux":
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
 blas.load()
 
 import mlx.core as mx  # noqa: E402  after BLAS
+
+# MLX on a CPU gives each operation to a thread, which woke at once and took the core of the one that
+# goes on to the next operation. Threads inherit the policy.
+if sys.platform == "linux":
+    usual = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    mx.eval(mx.add(1, 1, stream=mx.cpu))
+    os.sched_setscheduler(0, usual, os.sched_param(0))
 
 # On a Mac too: exact tokens, peak memory and orders of summing are a CPU's here. Tests for the GPU
 # take it by themselves.

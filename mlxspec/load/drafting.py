@@ -1,4 +1,4 @@
-"""A model's drafter, besides prompt lookup: a small model, a trained head, or neither.
+"""Loads a model's drafter, if it has one besides prompt lookup: a draft model or a trained head.
 
 Rule: a small model that cannot draft is the user's mistake and is refused; a head that does not fit
 is left out, and the log says why.

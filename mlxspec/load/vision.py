@@ -26,10 +26,7 @@ from mlxspec.sequences import SeqState, Span
 from mlxspec.text.images import ImageReader, image_reader
 from mlxspec.types import Image, UnsupportedModel, line_of
 
-TEXTS = (
-    (3, 1, 4),
-    (1, 5, 9, 2),
-)  # before and after the image that is tried
+TEXTS = (3, 1, 4), (1, 5, 9, 2)  # before and after the image that is tried
 BLOCKS = 64
 
 

@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxspec.kernels import cpu
 from mlxspec.kernels.invariant import Calls
+from mlxspec.model.trunk import mix_in
 from mlxspec.types import Check
 
 DENSE = (nn.Linear, nn.Embedding)
@@ -114,18 +115,12 @@ def key_of(layer: Any) -> str:
 def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
     """Let the model's layers make these calls from now on; None: no others than their own."""
     for layer in layers_of(model):
-        kind = type(layer)
-        if invariance and not isinstance(layer, InCalls):
-            layer.__class__ = type(
-                kind.__name__,
-                (InCalls, kind),
-                {"__module__": kind.__module__},
-            )
         if invariance:
+            mix_in(layer, InCalls)
             layer._view = view
             layer._calls = invariance.calls.get(key_of(layer))
         elif isinstance(layer, InCalls):
-            layer.__class__ = kind.__bases__[1]
+            layer.__class__ = type(layer).__bases__[1]
             layer._view = layer._calls = None
 
 

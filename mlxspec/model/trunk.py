@@ -81,11 +81,16 @@ class Tapped:
         return out
 
 
-def _tap(module: Any, tap: Tap, view: View) -> None:
+def mix_in(module: Any, mixin: type) -> None:
+    """Put a class before a module's own, unless it is there; the names of its class stay."""
     kind = type(module)
-    if not isinstance(module, Tapped):
+    if not isinstance(module, mixin):
         names = {"__module__": kind.__module__}
-        module.__class__ = type(kind.__name__, (Tapped, kind), names)
+        module.__class__ = type(kind.__name__, (mixin, kind), names)
+
+
+def _tap(module: Any, tap: Tap, view: View) -> None:
+    mix_in(module, Tapped)
     module._tap, module._view = tap, view
 
 

@@ -28,10 +28,7 @@ IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
 KEY = token_bytes(32)  # so that no text of a client's or a tool's names an image
 READS_TEXT = "this model reads text only"
 LEFT_OUT = f" left out: {READS_TEXT}]\n"  # ends the line for a part
-PART_FIELDS = (
-    "content",
-    "output",
-)  # fields of messages, items and parts
+PART_FIELDS = ("content", "output")  # of messages, items and parts
 
 
 @dataclass(frozen=True, slots=True)

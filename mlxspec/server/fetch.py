@@ -1,7 +1,7 @@
 """Fetches a file that a request names by URL: from public addresses alone, within bounds.
 
-Rule: the address that was checked is the one that is connected to, after each redirect anew, so
-that no name can lead into the user's own network.
+Rule: it connects to the very address that it checked, and checks again after each redirect, so that
+no name can lead into the user's own network (SSRF, DNS rebinding).
 """
 
 import socket
@@ -66,7 +66,7 @@ def _get(url: str, most: int, until: float) -> bytes | str:
     if not all(map(is_public, addresses)):
         raise FetchError("its URL is in a private network")
     sock = _connect(addresses, port, until)
-    # Each read waits anew, so a server that sends a byte now and then is stopped from outside.
+    # The socket's timeout starts over with each byte, so a timer ends a response that trickles.
     timer = threading.Timer(_left(until), sock.shutdown, [socket.SHUT_RDWR])
     timer.start()
     try:

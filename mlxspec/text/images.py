@@ -131,10 +131,7 @@ class ImageReader:
 
     def span(self, image: Image, start: int) -> tuple[list[int], ImageSpan]:
         """The ids of an image whose first stands at `start`, and where it is."""
-        rows, columns = (
-            image.rows // self.merge,
-            image.columns // self.merge,
-        )
+        rows, columns = image.rows // self.merge, image.columns // self.merge
         own = negative_ids(image.digest, rows * columns)
         ids = list(self.before)
         for row in range(rows):
@@ -152,6 +149,9 @@ def marker_of(digest: str) -> str:
 
 def put_texts(text: str, images: Images) -> str:
     """A text with what stands in the place of its images that are none."""
+
+    if not images:
+        return text
 
     def put(match: re.Match[str]) -> str:
         image = images.get(match[1])

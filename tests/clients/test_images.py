@@ -13,27 +13,17 @@ import pytest
 
 from tests.clients import install
 from tests.clients.conftest import KEY, World
-from tests.clients.script import DONE, INFO, NAME, call, save_model, steps
-from tests.clients.test_agents import AGAIN, AGENTS
+from tests.clients.script import DONE, INFO, NAME, save_model, steps
+from tests.clients.test_agents import AGAIN, AGENTS, SEES
 from tests.support import vision
 
 pytestmark = pytest.mark.slow
 PICTURE = vision.png(64, 40)
 
 # The call by which an agent looks at a picture, and how its session goes on.
-LOOKS: dict[str, tuple[Callable[[str], str], list[str]]] = {
-    "claude": (
-        lambda file: call("Read", {"file_path": file}),
-        ["-p", AGAIN, "--continue", *AGENTS["claude"].words[2:]],
-    ),
-    "codex": (
-        lambda file: call("view_image", {"path": file}),
-        [*AGENTS["codex"].words[:-1], "resume", "--last", AGAIN],
-    ),
-    "opencode": (
-        lambda file: call("read", {"filePath": file}),
-        ["run", "--continue", "--auto", AGAIN],
-    ),
+LOOKS = {
+    **SEES,
+    "opencode": (AGENTS["opencode"].reads, ["run", "--continue", "--auto", AGAIN]),
 }
 
 

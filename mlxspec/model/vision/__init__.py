@@ -47,7 +47,7 @@ def load_vision(path: Path, config: Json) -> nn.Module | None:
 
 
 def _load(path: Path, config: Json) -> nn.Module | None:
-    if config.get("model_type") not in FAMILIES or not config.get("vision_config"):
+    if not _is_known(config):
         return None
     if _sees_both_ways(config):
         raise UnsupportedModel("its images attend in both directions, which is not built")
@@ -60,9 +60,13 @@ def _load(path: Path, config: Json) -> nn.Module | None:
 
 def has_tower(path: Path, config: Json) -> bool:
     """Whether a model directory holds a tower of a known family; what it needs is not checked."""
-    if config.get("model_type") not in FAMILIES or not config.get("vision_config"):
-        return False
-    return not _sees_both_ways(config) and any(map(_is_vision, tensor_names(path)))
+    readable = _is_known(config) and not _sees_both_ways(config)
+    return readable and any(map(_is_vision, tensor_names(path)))
+
+
+def _is_known(config: Json) -> bool:
+    """Whether a config.json names a tower of a known family."""
+    return config.get("model_type") in FAMILIES and bool(config.get("vision_config"))
 
 
 def _sees_both_ways(config: Json) -> bool:

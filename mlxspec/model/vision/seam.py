@@ -15,7 +15,7 @@ from mlx import nn
 from mlx.core import array as Array
 
 from mlxspec.model.pages import View
-from mlxspec.model.trunk import layers_in, trunk_of
+from mlxspec.model.trunk import layers_in, mix_in, trunk_of
 from mlxspec.sequences import Span, Spans
 from mlxspec.types import Image, ImageSpan, Json, UnsupportedModel
 
@@ -35,18 +35,18 @@ class ImageRows:
     def put(self, x: Array, part: int, scale: float = 1.0) -> Array:
         """x [B, L, hidden] with a part of the features in the images' rows, divided by `scale`."""
         rows = x.flatten(0, 1)
-        hidden = rows.shape[-1]
-        features = self.features[:, part * hidden : (part + 1) * hidden]
-        rows[self.index] = (features / scale).astype(x.dtype)
+        rows[self.index] = (self._part(x, part) / scale).astype(x.dtype)
         return rows.reshape(x.shape)
 
     def add(self, x: Array, part: int) -> Array:
         """x [B, L, hidden], to which a part of the features is added in the images' rows."""
-        rows = x.flatten(0, 1)
-        hidden = rows.shape[-1]
-        features = self.features[:, part * hidden : (part + 1) * hidden]
-        rows = rows.at[self.index].add(features.astype(x.dtype))
+        rows = x.flatten(0, 1).at[self.index].add(self._part(x, part).astype(x.dtype))
         return rows.reshape(x.shape)
+
+    def _part(self, x: Array, part: int) -> Array:
+        """A part of the features, as wide as x."""
+        hidden = x.shape[-1]
+        return self.features[:, part * hidden : (part + 1) * hidden]
 
 
 class _Mixed:
@@ -112,7 +112,7 @@ class Rope(_Mixed):
 
 def mix(module: Any, kind: type[_Mixed], **values: Any) -> Any:
     """Let a module see images through a view, which `Eyes.attach` sets."""
-    module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+    mix_in(module, kind)
     for name, value in values.items():
         object.__setattr__(module, name, value)
     return module
@@ -225,10 +225,7 @@ class Eyes:
 def _part_of(span: Span, image: ImageSpan) -> tuple[list[int], slice]:
     """Which rows of a span an image has, and which of its features these are."""
     ids = np.array(span.tokens[image.start : image.stop]) < 0
-    low, high = (
-        max(span.start, image.start),
-        min(span.start + span.count, image.stop),
-    )
+    low, high = max(span.start, image.start), min(span.start + span.count, image.stop)
     before = int(ids[: low - image.start].sum())
     rows = np.flatnonzero(ids[low - image.start : high - image.start]) + low - span.start
     return rows.tolist(), slice(before, before + len(rows))

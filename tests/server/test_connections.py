@@ -51,7 +51,9 @@ class Place:
         return sock
 
     def ask(self, data: bytes) -> tuple[int, dict[str, str], bytes]:
-        return answer(self.connect(data))
+        """The answer to `data` on a connection that is closed then."""
+        with self.connect(data) as sock:
+            return answer(sock)
 
     def soon(self, seen: Callable[[], object]) -> bool:
         end = time.monotonic() + WAIT_S
@@ -211,7 +213,7 @@ def test_the_oldest_idle_connection_goes_first(start: Any, monkeypatch: pytest.M
     place = start(most=1)
     first, second, *_ = socks = [place.connect() for _ in range(places)]
     assert place.soon(lambda: len(place.uvicorn.server_state.connections) == places)
-    assert place.ask(HEALTH)[0] == 200
+    assert answer(place.connect(HEALTH))[0] == 200
     assert closed(first) and not closed(second, 0.05)
     for sock in socks[1:]:
         sock.settimeout(WAIT_S)
@@ -425,4 +427,4 @@ def test_a_body_in_chunks_of_a_byte(start: Any) -> None:
         assert place.ask(HEALTH)[0] == 200
         turns += 1
     sending.join()
-    assert answer(sock)[0] == 200 and turns > 20
+    assert answer(sock)[0] == 200 and turns > 5  # 1 or 2, if the body held the loop to its end

@@ -199,6 +199,11 @@ class Config:
         False,
         "Fetch images that requests name by http(s) URLs, from public addresses alone.",
     )
+    loop_guard: bool = option(
+        True,
+        "End an answer that repeats itself exactly, and reasoning that does. A request may turn it"
+        " off.",
+    )
     speculate: bool = option(True, "Speculative decoding, where it pays.")
     exact: str = option(
         "auto",

@@ -29,6 +29,7 @@ COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Tokens generated.",
     "preemptions": "Preempted sequences.",
+    "loops": "Answers, or their reasoning, that repeated themselves and were ended.",
     "disk_read_bytes": "Bytes of the prefix cache read from disk.",
     "disk_written_bytes": "Bytes of the prefix cache written to disk.",
     "disk_runs_found": "Files of the prefix cache that were loaded.",

@@ -116,7 +116,8 @@ class Seq:
     finish: Finish | None = None
     flight: "deque[Entry]" = field(default_factory=deque)  # submitted, not committed
     admitted: bool = False
-    matcher: Any = None  # of the request's grammar or thinking budget, advanced over its tokens
+    # Of the request's grammar, thinking budget or loop guard, advanced over its tokens.
+    matcher: Any = None
     kept: SeqState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -155,6 +156,11 @@ class Seq:
     def room(self) -> int:
         """Tokens that may still be sampled, if everything in flight is accepted."""
         return self.prompt_len + self.request.max_tokens - self.known - self.inflight_drafts
+
+    @property
+    def loops(self) -> int:
+        """Loops that were ended; 0 without a loop guard."""
+        return getattr(self.matcher, "loops", 0)
 
     @property
     def restricted(self) -> bool:

@@ -109,7 +109,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     prediction: tuple[int, ...] = ()  # the answer that the client expects, to copy from
-    # Makes the GrammarMatcher or the ThinkingBudget of each choice.
+    # Makes the GrammarMatcher, ThinkingBudget or LoopGuard of each choice.
     grammar: Callable[[], Any] | None = None
     model: str = ""  # its served name; empty: the default
     pooling: Pooling = ""
@@ -149,6 +149,7 @@ class Output:
     accepted: int = 0
     fault: Literal["engine", "model", "numbers", "prompt", "grammar", "client"] = "engine"
     embedding: Any = None
+    loops: int = 0  # that the loop guard ended in the choice so far
 
 
 Outputs = list[Output]  # of a step, or in answer to an order
@@ -191,6 +192,7 @@ class Stats:
     drafts: tuple[tuple[str, int, int, int], ...] = ()
     parked_seconds: float = 0.0  # with sequences that decoded and no draft
     preemptions: int = 0
+    loops: int = 0  # that the loop guard ended
     step_seconds: float = 0.0  # of the last step
     memory_pressure: int = 0  # 0 normal, 1 short, 2 very short
     footprint_bytes: int = 0  # of the process

@@ -15,6 +15,7 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels import cpu
 from mlxspec.speculate import NoSpeculation
+from mlxspec.text.structured.loop_guard import LEAST, LoopGuard
 from mlxspec.types import Request
 from tests.support import disk_cache, tiny
 from tests.support.drafters import (
@@ -381,6 +382,30 @@ def test_stop_tokens_cut(name: str) -> None:
     outputs = tiny.run(e)
     assert tiny.tokens(outputs, "turn") == truth("llama", turn)
     assert outputs[-1].cached >= len(r.prompt) + len(cut) - 1 - reread(e)
+
+
+@pytest.mark.parametrize(
+    "kind, layout, name, temperature",
+    in_turn([("qwen3", "rows"), ("llama", "gather")], DRAFTERS, [0.0, 0.8], every=3)
+    + in_turn([("qwen3_5", "rect")], ["plain", "mtp"], [0.8], every=1),
+)
+def test_the_loop_guard(kind: str, layout: str, name: str, temperature: float) -> None:
+    """Answers end where the tokens alone say so; every other one repeats a token that is
+    preferred."""
+    stop, favourite = 3, 7
+    all_of, want = {}, {}
+    for i, (n, r) in enumerate(requests(temperature).items()):
+        r = replace(r, max_tokens=250, stop_tokens=frozenset({stop}))
+        want[n] = truth(kind, r)
+        want[n] = want[n][: [*want[n], stop].index(stop) + 1]
+        if i % 2:
+            r = replace(r, sampling=replace(r.sampling, logit_bias=((favourite, 100.0),)))
+            want[n] = [favourite] * LEAST + [stop]
+        all_of[n] = replace(r, grammar=partial(LoopGuard, stop, r.prompt, str))
+    e = tiny.engine(model(kind), layout=layout, block=BLOCK, blocks=256, budget=64)
+    outputs = drive(e, equip(e, name, kind, all_of), {"fork": 8, "one": 3})
+    assert {n: tiny.tokens(outputs, n) for n in all_of} == want
+    assert e.counters["loops"] == len(all_of) // 2 and drafted(e, name)
 
 
 @pytest.mark.slow

@@ -200,10 +200,12 @@ class Engine:
         failed = []
         for e, new in zip(plan, accepted, strict=True):
             if e.seq.matcher and not e.seq.finish:
+                loops = e.seq.loops
                 try:
                     e.seq.matcher.take(new.tokens)
                 except Exception as error:
                     failed.append(self._fail(e.seq, error))
+                self.counters["loops"] += e.seq.loops - loops
         return failed
 
     def _fail(self, seq: Seq, error: Exception) -> Output:

@@ -367,4 +367,5 @@ def _output(seq: Seq, new: Accepted, error: str = "") -> Output:
         drafted=seq.drafted,
         accepted=seq.accepted,
         embedding=seq.kept.embedding,
+        loops=seq.loops,
     )

@@ -5,7 +5,7 @@ does not compile.
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -32,9 +32,10 @@ from mlxspec.text.messages import TooLong, canonical, parameter_types, rejected
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
+from mlxspec.text.structured.loop_guard import LoopGuard, asked_repeats
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.template import template_reads
-from mlxspec.types import COLDEST, Request, Sampling, too_long
+from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
 
 KEPT_BYTES = 1 << 21  # that a request may hold beside its prompt until it is answered
 KEPT_PER_CHAR = 16  # bytes for each character of the prompt: what it was rendered from
@@ -101,14 +102,17 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
 
     thinking = prompt.thinking
 
+    guard = loop_guard(model, body, request, _last_text(talk))
+
     def matcher() -> Any:
         """The matcher of one choice, once the grammar is compiled."""
-        inner = grammar and grammar.result()()
-        if limits and form.think_start:
-            return ThinkingBudget(form, tokenizer.decode, min(limits), thinking, inner)
-        return inner
+        inner = rules = grammar and grammar.result()()
+        if form.think_start and (limits or guard):
+            limit = min(limits, default=UNLIMITED)
+            inner = ThinkingBudget(form, tokenizer.decode, limit, thinking, inner)
+        return guard(inner, rules) if guard else inner
 
-    if grammar or (limits and form.think_start):
+    if grammar or guard or (limits and form.think_start):
         request = replace(request, grammar=matcher)
     choices = []
     for index in range(body.n):
@@ -231,6 +235,29 @@ def engine_request(
         prediction=tuple(predicted),
         model=model.name,
     )
+
+
+def loop_guard(
+    model: TextModel,
+    body: Any,
+    request: Request,
+    asked: str,
+) -> Callable[..., LoopGuard] | None:
+    """The function that makes the loop guard of each choice, around another matcher if there is
+    one; None if it is off or nothing ends the answer. `asked`: the text that may name a number of
+    repetitions."""
+    wanted = model.server.config.loop_guard if body.loop_guard is None else body.loop_guard
+    ends = sorted(request.stop_tokens & {*model.tokenizer.eos_token_ids})
+    if not wanted or not ends:
+        return None
+    decode, repeats = model.tokenizer.decode, asked_repeats(asked)
+    return partial(LoopGuard, ends[0], request.prompt, decode, repeats)
+
+
+def _last_text(talk: Conversation) -> str:
+    """What the user said last, if no tool or answer came after it."""
+    last = talk.messages[-1]
+    return str(last["content"]) if last["role"] == "user" else ""
 
 
 def _grammar(

@@ -239,4 +239,6 @@ def _summary(usage: Usage) -> str:
     if usage.drafted:
         text += f", {usage.generated / usage.rounds:.1f} tok/round"
         text += f", {usage.kept / usage.drafted:.0%} of drafts kept"
+    if usage.loops:
+        text += f", {usage.loops} ended by the loop guard"
     return text

@@ -180,7 +180,7 @@ class Usage:
     """The figures of a response: token counts, and the `rounds` that sampled. Of `drafted` tokens,
     `kept` are part of the answers; `read` counts prompt tokens while the prompt is read. `first`
     and `seconds` are seconds since the request arrived: at the first token, 0 before it, and now.
-    `rate` is in tokens/s after the first token."""
+    `rate` is in tokens/s after the first token. `loops` are those that the loop guard ended."""
 
     prompt: int = 0
     generated: int = 0
@@ -192,6 +192,7 @@ class Usage:
     seconds: float = 0.0
     read: int = 0
     rate: float = 0.0
+    loops: int = 0
 
 
 class ResponseWriter(Protocol):
@@ -285,4 +286,5 @@ def usage(choices: Choices) -> Usage:
         total.drafted += choice.output.drafted
         total.kept += choice.kept
         total.rounds += choice.output.rounds
+        total.loops += choice.output.loops
     return total

@@ -213,9 +213,9 @@ async def test_allowed_tools_are_the_only_ones(make: Callable[..., Server], mode
     )
     [call] = answer.json["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "b" and "x-mlxspec-ignored" not in answer.headers
-    await s.chat(tools=TOOLS[1:], tool_choice=mode)
+    await s.chat(tools=TOOLS[1:], tool_choice=mode, loop_guard=False)
     one, other = s.engine.submitted
-    assert one.prompt == other.prompt and (one.grammar is None) == (mode == "auto")
+    assert one.prompt == other.prompt and (other.grammar is None) == (mode == "auto")
     for wrong in ({"mode": "any", "tools": []}, {"mode": "auto"}, 5):
         answer = await s.chat(
             tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": wrong}

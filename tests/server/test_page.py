@@ -181,7 +181,7 @@ async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     [row] = now["requests"]
     names = "id model prompt cached read generated rounds drafted kept"
-    names += " first seconds rate outcome"
+    names += " first seconds rate loops outcome"
     assert set(row) == {*names.split()}
     assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row[
         "prompt"

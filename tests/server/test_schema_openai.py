@@ -236,6 +236,7 @@ TELLING: dict[str, Any] = {
     "logit_bias": {"5": 1},
     "seed": 5,
     "prediction": {"type": "content", "content": "you"},
+    "loop_guard": False,
     "messages": [{"role": "user", "content": "you"}],
     "prompt": "you",
     "logprobs": {"chat": True, "completions": 1},

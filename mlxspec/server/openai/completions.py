@@ -10,7 +10,13 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from mlxspec.server.body import endpoint
-from mlxspec.server.chat_request import ChatRequest, encode_prompt, engine_request, prepare_chat
+from mlxspec.server.chat_request import (
+    ChatRequest,
+    encode_prompt,
+    engine_request,
+    loop_guard,
+    prepare_chat,
+)
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, Prepared, respond
 from mlxspec.server.openai.schema import Chat, Completion, Fill, Infill
@@ -185,6 +191,9 @@ def _delta(choice: Choice, part: Part) -> Json:
 
 
 def usage_object(usage: Usage) -> Json:
+    """OpenAI's usage. `loops_ended`, where there are some, are answers that the loop guard ended,
+    or whose reasoning it ended."""
+    loops = {"loops_ended": usage.loops} if usage.loops else {}
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.generated,
@@ -193,6 +202,7 @@ def usage_object(usage: Usage) -> Json:
         "completion_tokens_details": {
             "accepted_prediction_tokens": usage.kept,
             "rejected_prediction_tokens": usage.drafted - usage.kept,
+            **loops,
         },
     }
 
@@ -234,6 +244,8 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
         name = f"{id}-{len(requests)}" if requests else id
         request = engine_request(model, body, name, prompt=ids, source="prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
+        if guard := loop_guard(model, body, request, text if isinstance(text, str) else ""):
+            request = replace(request, grammar=guard)
         requests.append(request)
         for _ in range(body.n):
             reader = Detokenizer(

@@ -157,6 +157,7 @@ class Common(Body):
     logit_bias: Annotated[Biases, BeforeValidator(_bounded)] | None = None
     seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, UNSET] = None
     prediction: Prediction | None = None
+    loop_guard: bool | None = None
 
     @property
     def limit(self) -> int | None:

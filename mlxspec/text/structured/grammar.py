@@ -35,6 +35,8 @@ MAX_RESTARTS = 2  # of one answer
 SLOW_S = 0.05  # CPU time of a mask; a usual one takes a hundredth
 MAX_SLOW = 8  # slow masks of one answer
 RESTART_S = 0.05  # a grammar that takes longer to compile is never compiled while an answer runs
+QUOTE = '"'
+CLOSERS = QUOTE + "]}"  # what ends a JSON string, a list, an object
 Make = Callable[[], Any]  # of matchers
 T = TypeVar("T")
 
@@ -169,7 +171,8 @@ class Vocabulary:
     whatever llguidance does if it cannot read the tokenizer.
 
     `digits` has the length of each token that is only digits. `letter` is a token that is allowed
-    wherever any text is.
+    wherever any text is. `closers` has the set of the token that is each of CLOSERS, `longer` is
+    the set of other tokens that contain one.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab: int, separator: str) -> None:
@@ -191,6 +194,10 @@ class Vocabulary:
             if piece.isascii() and piece.isdigit() and token < vocab:
                 self.digits[token] = len(piece)  # a digit is itself in every alphabet of tokens
         self.numeral = _bits(self.digits)
+        pieces = tokenizer.get_vocab().items()
+        closing = {t: p for p, t in pieces if t < vocab and not {*CLOSERS}.isdisjoint(p)}
+        self.closers = {p: 1 << t for t, p in closing.items() if len(p) == 1}
+        self.longer = _bits(t for t, p in closing.items() if len(p) > 1)
         self.letter = self.inner.greedy_tokenize("a")[0]
 
     def reasoning(self, thinking: bool | None) -> str:
@@ -313,6 +320,17 @@ class GrammarMatcher:
             return tokens and tokens[: len(self.masks(tokens)) - 1]
         except Exception:  # only a guess; the next mask raises the error
             return []
+
+    def closing(self, mask: bytes, loop: str) -> bytes:
+        """Of the tokens that `mask` allows, those that end the answer, or the list, object or, if
+        the text `loop` lies inside it, string; if none does, those that skip no such end."""
+        vocabulary, allowed = self._grammar.vocabulary, int.from_bytes(mask, "little")
+        inside = allowed >> vocabulary.letter & 1
+        closers = set(CLOSERS) - {QUOTE} if not inside else {QUOTE} - {*loop}
+        closers &= vocabulary.closers.keys()
+        ends = allowed & (vocabulary.ends | sum(vocabulary.closers[each] for each in closers))
+        chosen = ends or allowed & ~vocabulary.longer or allowed
+        return chosen.to_bytes(len(mask), "little")
 
     def _retry(self, act: Callable[[], T]) -> T:
         """The result of `act`. After an error, compiles the grammar again: copies share a lexer,

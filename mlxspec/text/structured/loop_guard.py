@@ -1,0 +1,152 @@
+"""The loop guard: ends an answer that repeats itself exactly, by masks, as a grammar would.
+
+A loop is a period of up to MAX_PERIOD tokens that is seen for `tokens_of_loop` of it. Answers are
+looked at after every WINDOW tokens, so what is ended, and where, depends on the tokens alone:
+neither a drafter nor the batch nor the cache can change an answer. What the prompt shows or asks
+for is no loop: a table that the answer copies, or as many repetitions as the last message names.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mlxspec.text.structured.grammar import GrammarMatcher
+from mlxspec.text.structured.thinking import ThinkingBudget
+
+MAX_PERIOD = 400  # tokens
+LEAST, REPEATS = 200, 4  # tokens and periods of a loop
+SURE, MORE_REPEATS = 1000, 12  # one of these too: Python's own sources repeat 87 tokens for 852
+WINDOW = 100  # tokens; more than may be in flight or drafted at once
+MAX_LISTED = 32  # tokens of what a message asks for several times
+MAX_ASKED = 100_000  # repetitions
+MAX_WISH = 1000  # characters of a message that names a number of repetitions
+
+
+def asked_repeats(text: str) -> int:
+    """The largest number in a short message, as in "write 500 zeros"."""
+    numbers = re.findall(r"(?<![\d.,])\d{1,6}(?![\d.,]\d)", text) if len(text) <= MAX_WISH else []
+    return min(MAX_ASKED, max(map(int, numbers), default=0))
+
+
+def tokens_of_loop(period: int) -> int:
+    """The least tokens of a loop with this period: 200 up to a period of 16 tokens, then 12
+    periods, 1,000 tokens, and from a period of 250 on four periods."""
+    return max(LEAST, REPEATS * period, min(SURE, MORE_REPEATS * period))
+
+
+def find_period(tokens: Sequence[int], missing: int = 0) -> int:
+    """The shortest period of a loop at the end of `tokens`, or of one that lacks `missing` tokens;
+    0: none."""
+    ids = np.array(tokens[-tokens_of_loop(MAX_PERIOD) :])
+    last = ids[-MAX_PERIOD - 1 : -1][::-1]  # by distance from the last token
+    for period in (1 + np.flatnonzero(last == ids[-1:])).tolist():
+        if _run(ids, period) >= tokens_of_loop(period) - missing:
+            return period
+    return 0
+
+
+def _run(ids: np.ndarray, period: int) -> int:
+    """How many tokens at the end repeat with this period."""
+    different = np.flatnonzero(ids[period:] != ids[:-period])
+    return len(ids) - (int(different[-1]) + 1 if len(different) else 0)
+
+
+def _longest_run(ids: np.ndarray, cycle: Sequence[int]) -> int:
+    """The longest stretch of `ids` that repeats `cycle`, wherever it begins in it."""
+    period = len(cycle)
+    if len(ids) <= period:
+        return 0
+    different = np.flatnonzero(ids[period:] != ids[:-period])
+    edges = np.concatenate([[-1], different, [len(ids) - period]])
+    turns = {tuple(cycle[i:]) + tuple(cycle[:i]) for i in range(period)}
+    longest = 0
+    for start, length in zip(edges[:-1] + 1, np.diff(edges) - 1, strict=True):
+        whole = int(length) + period
+        if length and whole > longest and tuple(ids[start : start + period].tolist()) in turns:
+            longest = whole
+    return longest
+
+
+@dataclass(slots=True)
+class LoopGuard:
+    """The matcher of one answer; the protocol is GrammarMatcher's. A loop in the reasoning forces
+    its end, and the answer goes on; another one forces the token `end`, under a grammar as soon as
+    that allows it: first what ends a string, a list, an object.
+
+    `prompt`: its tokens. `repeats`: how often the prompt asks for something. `decode` returns the
+    text of tokens. `inner`: the matcher of a thinking budget or of the grammar, if there is one;
+    `grammar`: the grammar's. `loops` counts those that were ended.
+    """
+
+    end: int
+    prompt: Sequence[int]
+    decode: Callable[[list[int]], str]
+    repeats: int = 0
+    inner: Any = None
+    grammar: GrammarMatcher | None = None
+    loops: int = 0
+    _ids: list[int] = field(default_factory=list)  # of the answer
+    _since: int = 0  # where the text begins that may hold the next loop
+    _near: bool = False  # whether a loop may be complete after this window
+    _loop: str = ""  # the text of the loop that ends the answer
+
+    def masks(self, draft: Sequence[int]) -> list[bytes]:
+        """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
+        may be complete."""
+        if self._loop:
+            draft = ()
+        elif self._near:
+            draft = draft[: self._left - 1]
+        rows = self.inner.masks(draft) if self.inner else [b"" for _ in range(1 + len(draft))]
+        if self._loop and self.grammar:
+            return [self.grammar.closing(rows[0], self._loop)]
+        return [(1 << self.end).to_bytes(self.end // 8 + 1, "little")] if self._loop else rows
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Advance over sampled tokens."""
+        while tokens:
+            some, tokens = tokens[: self._left], tokens[self._left :]
+            self._ids += some
+            if self.inner:
+                self.inner.take(some)
+            if len(self._ids) % WINDOW == 0 and not self._loop:
+                self._look()
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens that must follow."""
+        return self.inner.forced(most) if self.inner and not self._loop else []
+
+    def restricts(self, ahead: int) -> bool:
+        """GrammarMatcher.restricts; without a grammar only near a loop."""
+        if self._loop or (self._near and ahead >= self._left):
+            return True
+        return bool(self.inner and self.inner.restricts(ahead))
+
+    @property
+    def _left(self) -> int:
+        """Tokens until the answer is looked at."""
+        return WINDOW - len(self._ids) % WINDOW
+
+    def _look(self) -> None:
+        """Begin to end a loop that is complete, or find out whether one may be so next time."""
+        recent = self._ids[self._since :]
+        period = find_period(recent) if self._near else 0
+        self._near = bool(find_period(recent, missing=WINDOW))
+        if not period or self._is_wanted(recent, period):
+            return
+        self.loops += 1
+        self._near, self._since = False, len(self._ids)
+        if isinstance(self.inner, ThinkingBudget) and self.inner.thinking:
+            self.inner.remaining = 0
+        else:
+            self._loop = self.decode(recent[-period:]) or " "
+
+    def _is_wanted(self, recent: Sequence[int], period: int) -> bool:
+        """Whether the prompt repeats it as long, or asks for as many repetitions."""
+        run = _run(np.array(recent), period)
+        if period <= MAX_LISTED and run <= self.repeats * period:
+            return True
+        return run < tokens_of_loop(period) + _longest_run(np.array(self.prompt), recent[-period:])

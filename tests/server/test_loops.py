@@ -1,0 +1,130 @@
+"""The loop guard through the APIs: on the real engine, whose tiny model repeats the token that a
+request prefers."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.engine.worker import Worker
+from mlxspec.server.app import create_app
+from mlxspec.text.chat import load_tokenizer
+from mlxspec.text.structured.loop_guard import LEAST
+from mlxspec.types import ModelInfo
+from tests.server.test_thinking import OPENS
+from tests.support import tiny
+from tests.support.drafters import attach
+from tests.support.live import live
+from tests.support.scripted import MESSAGES
+from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+INPUT: dict[str, Any] = {
+    CHAT: {"messages": MESSAGES},
+    TEXT: {"prompt": "hello"},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/responses": {"input": "hello"},
+    "/api/chat": {"messages": MESSAGES, "stream": False},
+}
+MOST = 600
+
+
+def served(path: Path, config: Config) -> Iterator[Callable[..., Any]]:
+    """Asks a server of the tokenizer in `path` for an answer of the token "h"."""
+
+    def start() -> Any:
+        engine = tiny.engine(tiny.model("llama"), blocks=256, context=1024, vocab=tiny.VOCAB)
+        attach(engine, "lookup")
+        return engine, ModelInfo("tiny", 1024, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
+
+    tokenizer = load_tokenizer(path)
+    [token] = tokenizer.encode("h", add_special_tokens=False)
+    worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
+    worker.launch()
+    app = create_app(worker, tokenizer, path, config)
+    with live(app) as base, httpx.Client(base_url=base, timeout=60) as client:
+
+        def asked(path: str = CHAT, **body: Any) -> Any:
+            ollama = path == "/api/chat"
+            limit = {"options": {"num_predict": MOST}} if ollama else {"max_tokens": MOST}
+            fixed = {"temperature": 0.8, "logit_bias": {str(token): 100}}
+            answer = client.post(path, json=INPUT[path] | limit | fixed | body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        ask: Any = asked
+        ask.metrics = lambda: client.get("/metrics").text
+        yield ask
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    path = save_tokenizer(tmp_path_factory.mktemp("model"), template=AGENT, extra=THINK + CALLS)
+    yield from served(path, Config())
+
+
+@pytest.fixture(scope="module")
+def thinks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    path = save_tokenizer(tmp_path_factory.mktemp("model"), template=OPENS, extra=THINK + CALLS)
+    yield from served(path, Config())
+
+
+@pytest.mark.parametrize("path", INPUT)
+def test_a_loop_ends_as_an_answer_does(ask: Any, path: str) -> None:
+    answer = ask(path)
+    count, reason = {
+        CHAT: lambda: (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]),
+        TEXT: lambda: (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]),
+        "/v1/messages": lambda: (answer["usage"]["output_tokens"], answer["stop_reason"]),
+        "/v1/responses": lambda: (answer["usage"]["output_tokens"], answer["status"]),
+        "/api/chat": lambda: (answer["eval_count"], answer["done_reason"]),
+    }[path]()
+    assert count == LEAST + 1 and reason in ("stop", "end_turn", "completed")
+    longer = ask(path, loop_guard=False)
+    assert "h" * (LEAST + 1) in json.dumps(longer)
+
+
+def test_it_is_told(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        usage = ask()["usage"]
+    assert usage["completion_tokens_details"]["loops_ended"] == 1
+    assert "1 ended by the loop guard" in caplog.text
+    [line] = [one for one in ask.metrics().splitlines() if one.startswith("mlxspec_loops_total")]
+    assert float(line.split()[-1]) > 0
+    assert "loops_ended" not in ask(max_tokens=50)["usage"]["completion_tokens_details"]
+
+
+def test_what_is_asked_for_goes_on(ask: Any) -> None:
+    asked = [{"role": "user", "content": f"Write the letter {MOST} times."}]
+    assert ask(messages=asked)["choices"][0]["finish_reason"] == "length"
+    assert ask(prompt=f"{MOST} times:", path=TEXT)["choices"][0]["finish_reason"] == "length"
+    assert ask(ignore_eos=True)["choices"][0]["finish_reason"] == "length"
+
+
+def test_reasoning_is_closed_and_the_answer_follows(thinks: Any) -> None:
+    answer = thinks()
+    message = answer["choices"][0]["message"]
+    assert message["reasoning_content"].count("h") == LEAST and "h" in message["content"]
+    assert answer["usage"]["completion_tokens_details"]["loops_ended"] == 2
+
+
+def test_a_structured_answer_still_conforms(ask: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = ask(response_format=form)
+    text = json.loads(answer["choices"][0]["message"]["content"])["a"]
+    assert set(text) == {"h"} and len(text) < LEAST + 100
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_setting(tmp_path: Path) -> None:
+    path = save_tokenizer(tmp_path / "m", template=AGENT, extra=THINK + CALLS)
+    for asked in served(path, Config(loop_guard=False)):
+        assert asked()["choices"][0]["finish_reason"] == "length"
+        assert asked(loop_guard=True)["choices"][0]["finish_reason"] == "stop"

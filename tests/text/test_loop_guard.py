@@ -1,0 +1,276 @@
+"""The loop guard by itself: which answers it ends, where, and how."""
+
+import gzip
+import json
+import random
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, cycle, islice, repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.corpora import corpus
+from mlxspec.text.chat import load_tokenizer
+from mlxspec.text.structured.grammar import Grammars
+from mlxspec.text.structured.json_schema import json_rule
+from mlxspec.text.structured.loop_guard import (
+    LEAST,
+    MAX_PERIOD,
+    WINDOW,
+    LoopGuard,
+    asked_repeats,
+    tokens_of_loop,
+)
+from mlxspec.text.structured.thinking import ThinkingBudget
+
+END, CLOSE = 2, (5, 9)
+MOST = 4000  # tokens of an answer
+
+
+def guard(prompt: Iterable[int] = (), repeats: int = 0, **more: Any) -> LoopGuard:
+    return LoopGuard(END, tuple(prompt), lambda ids: f"<{ids}>", repeats, **more)
+
+
+def said(matcher: Any, wishes: Iterable[int], most: int = MOST) -> list[int]:
+    """An answer that takes each token that is wished for, where the mask allows it, and else the
+    first one that is allowed."""
+    answer: list[int] = []
+    for wish in islice(wishes, most):
+        mask = int.from_bytes(matcher.masks(())[0], "little") if matcher.restricts(0) else 0
+        token = wish if not mask or mask >> wish & 1 else (mask & -mask).bit_length() - 1
+        answer.append(token)
+        matcher.take([token])
+        if token == END:
+            break
+    return answer
+
+
+def noise(count: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(10, 1000) for _ in range(count)]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 7, 50, 99, 100, 133, MAX_PERIOD])
+@pytest.mark.parametrize("before", [0, 1, 60, 511])
+def test_a_loop_ends(period: int, before: int) -> None:
+    """As soon as it is complete, but for a window."""
+    looping = chain(noise(before, seed=1), cycle(noise(period)))
+    answer = said(made := guard(), looping)
+    assert answer[-1] == END and made.loops == 1
+    assert tokens_of_loop(period) <= len(answer) - 1 - before < tokens_of_loop(period) + WINDOW
+    assert (len(answer) - 1) % WINDOW == 0, "where it ends depends on the tokens alone"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(chain(noise(50), repeat(3, LEAST - 1), noise(3000)), id="too short"),
+        pytest.param(chain(islice(cycle(noise(390)), 3 * 390), noise(2000, seed=2)), id="thrice"),
+        pytest.param(cycle(noise(MAX_PERIOD + 1)), id="too long a period"),
+        pytest.param(chain.from_iterable([*noise(30), n] for n in range(10, 900)), id="a counter"),
+        pytest.param(noise(4000), id="none"),
+        pytest.param(random.Random(3).choices([10, 11], k=4000), id="two tokens"),
+    ],
+)
+def test_no_loop(answer: Iterable[int]) -> None:
+    made = guard()
+    assert END not in said(made, answer) and made.loops == 0
+
+
+@pytest.mark.parametrize("period", [1, 20, 300])
+def test_what_the_prompt_repeats_may_be_copied(period: int) -> None:
+    """But not for ever."""
+    table = [*islice(cycle(noise(period)), 6 * tokens_of_loop(period) // 2)]
+    prompt = [*noise(700, seed=5), *table, *noise(90, seed=6)]
+    turned = table[period // 2 :] + table[: period // 2]
+    copied = said(guard(prompt), chain(turned, noise(500, seed=7)))
+    assert END not in copied
+    endless = said(guard(prompt), cycle(noise(period)), most=10_000)
+    assert endless[-1] == END and len(endless) > len(table)
+
+
+def test_what_the_prompt_asks_for_may_repeat() -> None:
+    text = "Write 500 zeros, please."
+    assert asked_repeats(text) == 500
+    row = noise(4)
+    assert END not in said(guard(repeats=500), chain(islice(cycle(row), 500 * 4), noise(300)))
+    endless = said(guard(repeats=500), cycle(row))
+    assert endless[-1] == END and len(endless) > 500 * 4
+    paragraph = said(guard(repeats=500), cycle(noise(90)))
+    assert len(paragraph) - 1 < tokens_of_loop(90) + WINDOW, (
+        "a list is asked for, not the same paragraph"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("a 300 x 20 table", 300),
+        ("", 0),
+        ("no number", 0),
+        ("pi is 3.14159 and 1,000 is written so", 0),
+        ("line 12345678 of it", 0),
+        ("999999 times", 100_000),
+        ("500 " + "word " * 400, 0),
+    ],
+)
+def test_the_number_that_a_message_names(text: str, count: int) -> None:
+    assert asked_repeats(text) == count
+
+
+def test_a_loop_in_the_reasoning_forces_its_end() -> None:
+    """The answer goes on, and another loop ends it."""
+    form: Any = SimpleNamespace(think_start="<think>", think_end_tokens=CLOSE)
+    budget = ThinkingBudget(form, str, 1 << 24, thinking=True)
+    made = guard(inner=budget)
+    reasoning, rest = noise(10), noise(350, seed=8)
+    wishes = chain(islice(cycle(reasoning), 200 + len(CLOSE)), rest, cycle([7]))
+    answer = said(made, wishes)
+    assert answer[200:202] == [*CLOSE] and answer[202 : 202 + len(rest)] == rest
+    assert answer[-1] == END and made.loops == 2
+    assert not budget.thinking
+
+
+def test_a_draft_ends_where_a_loop_may_be_complete() -> None:
+    made = guard()
+    made.take([7] * (LEAST - 10))
+    assert made.restricts(32) and not made.restricts(9)
+    assert len(made.masks([7] * 32)) == 10
+    made.take([7] * 10)
+    assert made.masks([7] * 32) == [(1 << END).to_bytes(1, "little")]
+    assert made.forced(8) == []
+
+
+def test_text_is_never_restricted() -> None:
+    """So no step waits for the guard."""
+    made = guard()
+    for token in noise(2000):
+        made.take([token])
+        assert not made.restricts(66)
+
+
+# ---- under a grammar
+
+
+@pytest.fixture(scope="module")
+def under(smollm2: Path) -> Callable[..., tuple[str, LoopGuard]]:
+    """The answer under a JSON schema of a model that wishes for the tokens of these texts."""
+    tokenizer = load_tokenizer(smollm2)
+    grammars = Grammars(tokenizer, len(tokenizer))
+
+    def answer(schema: Any, begin: str, again: str, rest: str = "") -> tuple[str, LoopGuard]:
+        def ids(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        lark = grammars.rules([json_rule(schema, "response_format")])
+        inner = grammars.compile(lark, False, "response_format").result()()
+        [end, *_] = sorted(tokenizer.eos_token_ids)
+        made = replace(guard(inner=inner, grammar=inner), end=end, decode=tokenizer.decode)
+        wishes = chain(ids(begin), cycle(ids(again)))
+        got: list[int] = []
+        for wish in islice(wishes, MOST):
+            mask = int.from_bytes(made.masks(())[0], "little")
+            token = wish if mask >> wish & 1 else (mask & -mask).bit_length() - 1
+            if token == end:
+                break
+            got.append(token)
+            made.take([token])
+        return tokenizer.decode(got), made
+
+    return answer
+
+
+STRING = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+
+
+def numbers(least: int) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "integer"}, "minItems": least}
+
+
+def test_a_string_that_repeats_is_closed(under: Any) -> None:
+    text, made = under(STRING, '{"a": "', "ha ho ")
+    assert json.loads(text)["a"].startswith("ha ho ha ho") and made.loops == 1
+
+
+def test_a_list_that_repeats_is_closed(under: Any) -> None:
+    text, made = under(numbers(0), "[", "0, ")
+    assert set(json.loads(text)) == {0} and made.loops == 1
+
+
+def test_a_list_that_the_schema_demands_is_none(under: Any) -> None:
+    text, _ = under(numbers(800), "[", "0, ")
+    assert len(json.loads(text)) >= 800
+
+
+def test_a_list_of_objects_is_closed_behind_one(under: Any) -> None:
+    row = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    text, made = under({"type": "array", "items": row}, "[", '{"n": 1}, ')
+    assert len(json.loads(text)) > 20 and made.loops == 1
+
+
+# ---- false alarms
+
+
+def alarms(tokenizer: Any, texts: Iterable[str]) -> list[str]:
+    """The texts that would be ended as answers to a prompt that says nothing."""
+    found = []
+    for text in texts:
+        ids, made = tokenizer.encode(text, add_special_tokens=False), guard()
+        for start in range(0, len(ids), 32):
+            made.take(ids[start : start + 32])
+        if made.loops:
+            found.append(text)
+    return found
+
+
+def tables() -> Iterator[str]:
+    """JSON, CSV and hex, sparse and dense."""
+    source = random.Random(7)
+    for width in (1, 3, 16):
+        rows = [[source.randrange(10) for _ in range(width)] for _ in range(200)]
+        yield json.dumps(rows)
+        yield json.dumps([{"id": i, "on": True, "tags": []} for i in range(200)], indent=width)
+        yield "\n".join(",".join(map(str, [i, *row])) for i, row in enumerate(rows))
+        data = bytes(source.randrange(256) for _ in range(400 * width))
+        yield "\n".join(f"{i:08x}: {data[i : i + 16].hex(' ')}" for i in range(0, len(data), 16))
+        yield "\n".join(f"{i:08x}: {'00 ' * 16}" for i in range(0, len(data), 16))
+
+
+def sources(part: int, of: int) -> Iterator[str]:
+    """Of the standard library."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    for file in files[part::of]:
+        if "site-packages" not in file.parts:
+            yield file.read_text("utf-8", "ignore")
+
+
+def test_no_table_is_a_loop(smollm2: Path) -> None:
+    assert not alarms(load_tokenizer(smollm2), tables())
+
+
+def test_no_source_is_a_loop(smollm2: Path) -> None:
+    assert not alarms(load_tokenizer(smollm2), sources(0, of=200))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_no_source_of_the_library_is_a_loop(smollm2: Path, part: int) -> None:
+    assert not alarms(load_tokenizer(smollm2), sources(part, of=8))
+
+
+@pytest.mark.slow
+def test_no_answer_of_a_corpus_is_a_loop(smollm2: Path, tmp_path: Path) -> None:
+    """HumanEval's solutions; MT-Bench's questions and references."""
+    lines = gzip.decompress(corpus("humaneval", tmp_path)).splitlines()
+    tasks = [json.loads(line) for line in lines]
+    questions = [json.loads(line) for line in corpus("chat", tmp_path).splitlines()]
+    solved = [task["prompt"] + task["canonical_solution"] for task in tasks]
+    asked = [turn for question in questions for turn in question["turns"]]
+    told = [text for question in questions for text in question.get("reference", [])]
+    assert len(solved) == 164 and len(asked) == 160
+    texts = [*solved, *asked, *told, "\n".join(solved)]
+    assert not alarms(load_tokenizer(smollm2), texts)

@@ -81,7 +81,10 @@ class Server:
         return [python, "-c", LAUNCH, library, self.entry, *arguments]
 
 
-OURS = ("serve", "{model}", "--port", "{port}", "--name", NAME, "--log-level", "warning")
+OURS = (
+    *("serve", "{model}", "--port", "{port}", "--name", NAME, "--log-level", "warning"),
+    *("--loop-guard", "off"),  # a peer's answer goes on to its limit
+)
 VLLM = (
     "serve",
     "{model}",

@@ -1,11 +1,13 @@
 """The promise on a GPU: tokens and log-probabilities equal plain decoding, alone and a row at a
 time, by `==`, where MLX's kernels depend on the number of rows (tests/support/dispatch.py)."""
 
+import itertools
 import random
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +17,7 @@ from mlx.utils import tree_map
 from mlxspec.kernels import cpu
 from mlxspec.kernels.invariant import Calls
 from mlxspec.load.exact import Exactness, examine, record
-from mlxspec.model import invariant, recurrent
+from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.invariant import Invariance, find_invariance
 from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.model.runner import Runner
@@ -266,3 +268,19 @@ def test_the_proof_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = verdict("M3", "llama", "affine")
     assert failed.rows < 17 and "QuantizedLinear" in failed.describe("on") and not failed.used("on")
     assert "gather" in verdict(CPU, "llama", "bf16", "gather").describe("auto")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_proof_names_the_layer_that_differs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a product cannot be blamed: here the attention of the second layer."""
+    usual, calls = attention.invariant_attention, itertools.count()
+    layers = len(model(kind, "bf16").layers)
+
+    def attend(inputs: Any, *rest: Any) -> Any:
+        out = usual(inputs, *rest)
+        second = next(calls) % layers == 1
+        return out * (1 + 0.01 * (len(inputs.q) > 1)) if second else out
+
+    monkeypatch.setattr(attention, "invariant_attention", attend)
+    differs = verdict(CPU, kind, "bf16")
+    assert not differs.rows and "layer 1's self_attn" in differs.describe("on")

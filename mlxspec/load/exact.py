@@ -5,6 +5,7 @@ compared bit for bit with larger steps, beside other sequences, with the prompt 
 after a cached prefix.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -21,9 +22,10 @@ from mlxspec.model import recurrent
 from mlxspec.model.invariant import CHUNK, ROWS, Invariance, Recorded, find_invariance
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
+from mlxspec.model.trunk import layers_in
 from mlxspec.sequences import Draft, SeqState, Span
 from mlxspec.speculate.calibrate import time_step, unused_span
-from mlxspec.types import Check, line_of
+from mlxspec.types import Check, Tap, line_of
 
 STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
 TAIL = 9  # tokens of the prompt after its whole chunks
@@ -160,6 +162,8 @@ def _proven(proof: "Proof") -> Exactness:
         rows = step
     if why and invariance.failed:
         why = f"{invariance.failed[0]} has no order of its own for a row"
+    elif why and (origin := proof.origin(step)):
+        why += f", as the output of {origin} does"
     return Exactness(invariance, rows, why)
 
 
@@ -261,6 +265,44 @@ class Proof:
             if not mx.array_equal(self.step({self._drafted(hit, end, rows): hit})[0], want):
                 return f"logits differ after a cached prefix in steps of {rows} rows"
         return ""
+
+    def origin(self, rows: int) -> str:
+        """The first layer whose output differs in a step of `rows` rows beside others, by what
+        mixes its tokens; "" where none does."""
+        runner = self.runner
+        if not runner.trunk:
+            return ""
+        layers = layers_in(runner.trunk)
+        end = self.chunk + TAIL - 1
+        runner.tap(range(len(layers)))
+        try:
+            seq = self.seq(shares_chunk=True)
+            self.read(seq, end, 1)
+            apart = [self._hidden(seq, end + n, 1) for n in range(rows)]
+            seq = self.seq(shares_chunk=True)
+            self.read(seq, end, 1)
+            together = self._hidden(seq, end, rows, self.held[1:])
+        finally:
+            runner.tap(())
+        for i, layer in enumerate(layers):
+            if not mx.array_equal(mx.concatenate([each[i] for each in apart]), together[i]):
+                mixers = [name for name in layer.children() if re.search("attn|mixer|conv", name)]
+                return f"layer {i}'s {mixers[0] if mixers else type(layer).__name__}"
+        return ""
+
+    def _hidden(
+        self,
+        seq: ProofSequence,
+        at: int,
+        rows: int,
+        beside: Sequence[ProofSequence] = (),
+    ) -> dict[Tap, Array]:
+        """The outputs [rows, D] of each layer in a step of these rows and of its neighbours'."""
+        spans = [self._drafted(seq, at, rows)]
+        spans += [other.span(other.computed, 1, samples=True) for other in beside]
+        done = self.runner.forward(spans, None)
+        mx.eval(done.taps)
+        return {tap: hidden[:rows] for tap, hidden in done.taps.items()}
 
     def _begin(self, end: int) -> None:
         """Compute the sequence a row at a time, and two that are its neighbours later."""

@@ -55,6 +55,7 @@ def test_a_model_is_compared_with_mlx_lm(tmp_path: Path) -> None:
     assert report.count(": ok (") == 5 and report.count("tokens equal") == 3
     assert "exact up to 17 rows, for " in report and "of 1000 tokens" in report
     assert report.count("command buffers: {") == 2 and "first token after" in report
+    assert "trees of drafts: a further row" in report
     assert "someone" not in report and "~/model" in report
 
 

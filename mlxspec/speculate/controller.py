@@ -22,7 +22,7 @@ MEMORY = 100  # observations that an acceptance rate remembers
 FORGETTING = 0.995  # of an observation's weight, each round
 PRIOR = 4.0  # observations that a starting estimate is worth
 PROBE_SHARE = 0.01  # of the time, at most, for probing whether a parked drafter would pay now
-PROBE_INTERVALS = (8, 128)  # rounds, shortest and longest: a wrong cost is found in time
+SOONEST, LATEST = 8, 128  # rounds between two probes: a wrong cost is found in time
 INNOVATION = 0.25  # one observed time moves a cost by this part at most
 CORRECTION = 0.1  # weight of one observed time
 
@@ -100,8 +100,8 @@ class Costs:
     measured: tuple[Curve, Curve]
     factors: dict[str, float] = field(default_factory=dict)
 
-    def curve(self, rows: int, context: float, mode: str) -> Floats:
-        """[rows]: seconds of a step with 1, 2, ... rows."""
+    def curve(self, rows: int, context: float) -> Floats:
+        """[rows]: seconds of a step with 1, 2, ... rows, before a mode's factor."""
         low, high = map(np.array, self.measured)
         short, long = self.contexts
         position = max(0, context - short) / max(1, long - short)
@@ -112,17 +112,20 @@ class Costs:
         beyond = np.maximum(0.0, counts - last) * (rise / (last - before))
         forward = np.interp(counts, self.rows, measured) + beyond
         seconds: Floats = np.maximum(forward, 1e-9)
-        return seconds * self.factors.get(mode, 1.0)
+        return seconds
+
+    def factor(self, mode: str) -> float:
+        """What the measured seconds are multiplied by."""
+        return self.factors.get(mode, 1.0)
 
     def step(self, rows: int, context: float, mode: str) -> float:
         """Seconds of a step with `rows` rows."""
-        return float(self.curve(rows, context, mode)[-1])
+        return float(self.curve(rows, context)[-1]) * self.factor(mode)
 
     def learn(self, rows: int, context: float, mode: str, seconds: float) -> None:
         """A step of `rows` rows took `seconds`."""
         expected = self.step(rows, context, mode)
-        factor = self.factors.get(mode, 1.0)
-        self.factors[mode] = factor * corrected(seconds / expected)
+        self.factors[mode] = self.factor(mode) * corrected(seconds / expected)
 
 
 def corrected(ratio: float) -> float:
@@ -160,21 +163,17 @@ class Controller:
         the tokens of all sequences, `mode` is how a step with drafts runs."""
         assert self.costs
         base = len(stats)
-        curve = self.costs.curve(base + MAX_ROWS, context, mode).tolist()
-        plain = self.costs.step(base, context, "overlap")
+        measured = self.costs.curve(base + MAX_ROWS, context)
+        curve = measured * self.costs.factor(mode)
+        plain = float(measured[base - 1]) * self.costs.factor("overlap")
         if self.padded:  # each further token of the longest draft is a row of every sequence
-            curve = curve[: base - 1] + curve[base - 1 :: base]
-
-        def speed(option: Proposal) -> float:
-            return tokens_per_second(option, curve, base)
-
-        picked = [max(some, key=speed, default=None) for some in options]
+            curve = np.concatenate([curve[: base - 1], curve[base - 1 :: base]])
+        picked = pick(options, curve, base)
         depths = share(picked, curve, plain, padded=self.padded)
         if not any(depths):
-            for i, option in enumerate(picked):
-                if option is None:
-                    continue
-                every = probe_every(option, curve, plain, base=base)
+            rested = [i for i in range(base) if picked[i] and stats[i].idle >= SOONEST * base]
+            options_of = [option for i in rested if (option := picked[i])]
+            for i, every in zip(rested, probe_every(options_of, curve, plain, base), strict=True):
                 if every and stats[i].idle >= every * base:
                     depths[i] = 1
                     break
@@ -193,21 +192,48 @@ class Controller:
                 rate.learn(key, i < accepted)
 
 
-def tokens_per_second(option: Proposal, curve: Curve, base: int) -> float:
-    """The most expected tokens per second of a step in which one of `base` sequences drafts by
-    `option`."""
-    best = 0.0
-    tokens = float(base)
-    for depth, (chance, step) in enumerate(zip(option.cumulative, curve[base:], strict=False), 1):
-        tokens += chance
-        seconds = step + option.fixed + option.seconds * depth
-        best = max(best, tokens / seconds)
+def cumulative_rates(options: Sequence[Proposal]) -> tuple[Any, Any]:
+    """[options, longest draft] each: the chance that a token and those before it are accepted, and
+    whether there is such a token."""
+    lengths = [len(option.rates) for option in options]
+    rates = np.zeros((len(options), max(lengths)))
+    for row, option in zip(rates, options, strict=True):
+        row[: len(option.rates)] = option.rates
+    chances = np.cumprod(rates, axis=1)
+    return chances, np.arange(max(lengths)) < np.array(lengths)[:, None]
+
+
+def tokens_per_second(options: Sequence[Proposal], curve: Floats, base: int) -> Floats:
+    """[options]: the most expected tokens per second of a step in which one of `base` sequences
+    drafts by this option."""
+    chances, drafted = (each[:, : len(curve) - base] for each in cumulative_rates(options))
+    depths = np.arange(1, chances.shape[1] + 1)
+    passes = np.array([option.seconds for option in options])[:, None] * depths
+    fixed = np.array([option.fixed for option in options])[:, None]
+    seconds = curve[base : base + len(depths)] + fixed + passes
+    speeds = (base + np.cumsum(chances, axis=1)) / seconds
+    best: Floats = speeds.max(axis=1, initial=0.0, where=drafted)
     return best
+
+
+def pick(
+    options: Sequence[Sequence[Proposal]],
+    curve: Floats,
+    base: int,
+) -> list[Proposal | None]:
+    """The fastest option of each sequence; the first of equals."""
+    several = [option for some in options if len(some) > 1 for option in some]
+    speeds = iter(tokens_per_second(several, curve, base).tolist() if several else ())
+    picked = []
+    for some in options:
+        speed = {option: next(speeds) for option in some} if len(some) > 1 else {}
+        picked.append(max(some, key=lambda option: speed.get(option, 0.0), default=None))
+    return picked
 
 
 def share(
     options: Sequence[Proposal | None],
-    curve: Curve,
+    curve: Floats,
     plain: float,
     padded: bool = False,
 ) -> list[int]:
@@ -219,46 +245,55 @@ def share(
     sequences at once: one token more costs its seconds once, and its fixed cost is paid once.
     """
     base = len(options)
-    positions = []  # (order, depth, cumulative chance, sequence, a model's passes)
-    seconds = fixed = 0.0
-    for i, option in enumerate(options):
-        if option is None:
-            continue
-        seconds = max(seconds, option.seconds)
-        fixed = max(fixed, option.fixed)
-        for depth, chance in enumerate(option.cumulative, 1):
-            passes = depth if option.seconds or option.fixed else 0
-            order = depth if padded else -chance
-            positions.append((order, depth, chance, i, passes))
-    positions.sort()
     best = [0 for _ in options]
     best_speed = base / plain
-    for passes in sorted({needed for *_, needed in positions}):
-        drafting = fixed + seconds * passes if passes else 0.0
-        depths = [0 for _ in options]
-        tokens = float(base)
-        rows = base
-        for _, depth, chance, i, needed in positions:
-            row = base + depth if padded else rows + 1
-            if needed > passes or row > len(curve):
-                continue
-            rows = row
-            depths[i] += 1
-            tokens += chance
-            speed = tokens / (curve[rows - 1] + drafting)
-            if speed > best_speed:
-                best = depths.copy()
-                best_speed = speed
+    places = [i for i, option in enumerate(options) if option and option.rates]
+    some = [option for option in options if option and option.rates]
+    if not some:
+        return best
+    seconds = max(option.seconds for option in some)
+    fixed = max(option.fixed for option in some)
+    chances, drafted = cumulative_rates(some)
+    depth, which = np.nonzero(drafted.T)  # positions, by depth
+    chance = chances[which, depth]
+    if not padded:  # by chance; of equals the less deep one, then the first
+        order = np.argsort(-chance, kind="stable")
+        depth, which, chance = depth[order], which[order], chance[order]
+    passes = np.array([bool(option.seconds or option.fixed) for option in some])[which]
+    passes = passes * (depth + 1)
+    for most in sorted({*passes.tolist()}):
+        held = passes <= most
+        chosen, added = which[held], chance[held]
+        rows = depth[held] if padded else np.arange(len(added))  # beyond `base`, less one
+        known = int(np.count_nonzero(rows < len(curve) - base))
+        drafting = fixed + seconds * most if most else 0.0
+        spent = curve[base:][rows[:known]] + drafting
+        speeds = (base + np.cumsum(added[:known])) / spent
+        if known and speeds.max() > best_speed:
+            at = int(speeds.argmax())
+            best_speed = float(speeds[at])
+            counts = np.bincount(chosen[: at + 1], minlength=len(some)).tolist()
+            best = [0 for _ in options]
+            for i, count in zip(places, counts, strict=True):
+                best[i] = count
     return best
 
 
-def probe_every(option: Proposal, curve: Curve, plain: float, base: int) -> int:
-    """Rounds between two probes of a drafter that does not pay now, so that they take PROBE_SHARE
-    of the time; 0 where it could not pay if every token were accepted."""
-    sure = replace(option, rates=[1.0 for _ in option.rates])
-    if tokens_per_second(sure, curve, base) <= base / plain:
-        return 0
-    extra = curve[base] + option.fixed + option.seconds - plain
-    every = math.ceil(extra / plain / PROBE_SHARE)
-    shortest, longest = PROBE_INTERVALS
-    return max(shortest, min(longest, every))
+def probe_every(
+    options: Sequence[Proposal],
+    curve: Floats,
+    plain: float,
+    base: int,
+) -> list[int]:
+    """For each drafter that does not pay now the rounds between two probes, so that they take
+    PROBE_SHARE of the time; 0 where it could not pay if every token were accepted."""
+    if not options:
+        return []
+    sure = [replace(option, rates=[1.0 for _ in option.rates]) for option in options]
+    pays = tokens_per_second(sure, curve, base) > base / plain
+    every = []
+    for option, could_pay in zip(options, pays.tolist(), strict=True):
+        extra = float(curve[base]) + option.fixed + option.seconds - plain
+        rounds = max(SOONEST, min(LATEST, math.ceil(extra / plain / PROBE_SHARE)))
+        every.append(rounds if could_pay else 0)
+    return every

@@ -8,6 +8,7 @@ that the host has read.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import cycle, islice, takewhile
 from operator import eq
 
@@ -33,7 +34,7 @@ FIRST_RATE = (0.5, 0.3, 0.35, 0.6, 0.8, 0.9, 0.96)
 GRAMMAR = "grammar"  # the source of tokens that a grammar forces
 FORCED = (GRAMMAR, 6)  # the key of their acceptance rate, with the highest one to start from
 
-Matches = list[tuple[int, int]]  # (matching tokens, position of the last of them), longest first
+Match = tuple[int, int]  # matching tokens, position of the last of them
 
 
 @dataclass(slots=True)
@@ -56,20 +57,27 @@ class Index:
                 self._ends[key].append(end)
         return self.indexed - first
 
-    def find(self, context: Sequence[int]) -> Matches:
-        """Earlier texts that end as `context` does and continue, the longest first, then the
+    def find(self, context: Sequence[int]) -> Match | None:
+        """The earlier text that ends as `context` does and continues: the longest, of these the
         latest. At least SHORT tokens match."""
+        tokens = self.tokens
         for size in (LONG, SHORT):
-            matches = []
+            found = None
+            longest = size - 1
             key = hash((size, *context[-size:]))
-            for end in self._ends.get(key, [])[-MAX_CANDIDATES:]:
+            for end in reversed(self._ends.get(key, ())[-MAX_CANDIDATES:]):
+                if len(context) <= longest or end < longest or end + 1 >= len(tokens):
+                    continue
+                # Most others are shorter, as one token shows.
+                if tokens[end - longest] != context[-1 - longest] or tokens[end + 1] < 0:
+                    continue
                 length = self._common(context, end)
-                following = self.tokens[end + 1 : end + 2]
-                if length >= size and following and following[0] >= 0:
-                    matches.append((length, end))
-            if matches:
-                return sorted(matches, reverse=True)
-        return []
+                if length > longest:
+                    longest = length
+                    found = length, end
+            if found:
+                return found
+        return None
 
     def _common(self, context: Sequence[int], end: int) -> int:
         """The number of tokens up to `end` that equal the last ones of `context`."""
@@ -84,10 +92,13 @@ class Index:
 
         A token's acceptance rate depends on the source and on the tokens that match if those before
         it are right."""
-        text = cycle(self.tokens[end + 1 : end + 1 + most])
-        tokens = tuple(takewhile(lambda token: token >= 0, islice(text, most)))
-        keys = [(source, bucket(match + i)) for i in range(len(tokens))]
-        return Proposal(source, rate_keys=keys, tokens=tokens)
+        text = self.tokens[end + 1 : end + 1 + most]
+        if min(text) < 0:
+            text = list(takewhile(lambda token: token >= 0, text))
+        elif len(text) < most:
+            text = list(islice(cycle(text), most))
+        keys = copy_keys(source, match, len(text))
+        return Proposal(source, rate_keys=keys, tokens=tuple(text))
 
 
 @dataclass(slots=True)
@@ -122,10 +133,10 @@ class Lookup:
         """What followed the longest earlier match, or the rest of the last copy."""
         tokens = self._index.tokens
         start = max(self._offset, len(tokens) - MAX_MATCH)
-        matches = self._index.find(tokens[start:])
-        if matches:
-            self._cursor = matches[0][1] + 1
-            return self._index.copy("lookup", *matches[0], most)
+        match = self._index.find(tokens[start:])
+        if match:
+            self._cursor = match[1] + 1
+            return self._index.copy("lookup", *match, most)
         following = tokens[self._cursor : self._cursor + 1]
         if self._misses >= MAX_MISSES or not following or following[0] < 0:
             return None
@@ -163,10 +174,8 @@ class Corpus:
 
     def propose(self, context: Sequence[int], most: int) -> Proposal | None:
         """What followed the longest earlier match."""
-        matches = self._index.find(context)
-        if not matches:
-            return None
-        return self._index.copy("suffix", *matches[0], most)
+        match = self._index.find(context)
+        return self._index.copy("suffix", *match, most) if match else None
 
 
 @dataclass(slots=True)
@@ -223,6 +232,12 @@ class NgramDrafter(Drafter):
             if new.tokens:
                 lookup.advance(new.drafts)
             budget -= lookup.feed(e.seq.tokens, budget)
+
+
+@lru_cache(4096)
+def copy_keys(source: str, match: int, length: int) -> tuple[tuple[str, int], ...]:
+    """The rate keys of a copy of `length` tokens."""
+    return tuple((source, bucket(match + i)) for i in range(length))
 
 
 def bucket(match: int) -> int:

@@ -20,6 +20,7 @@ from mlxspec.speculate.controller import (
     Costs,
     Key,
     Proposal,
+    pick,
     probe_every,
     share,
 )  # fmt: skip
@@ -46,29 +47,29 @@ def table(cost: Cost) -> Costs:
 
 def test_costs_lie_between_what_was_measured_and_go_on_behind_it() -> None:
     costs = Costs((100, 1100), (1, 3, 5), ((1.0, 2.0, 4.0), (2.0, 3.0, 5.0)))
-    assert costs.curve(7, 100, "synced").tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert costs.curve(3, 600, "synced").tolist() == [1.5, 2.0, 2.5]
-    assert costs.curve(1, 2100, "synced").tolist() == [3.0]
-    assert costs.curve(1, 0, "synced").tolist() == [1.0], "less context than measured is no cheaper"
+    assert costs.curve(7, 100).tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert costs.curve(3, 600).tolist() == [1.5, 2.0, 2.5]
+    assert costs.curve(1, 2100).tolist() == [3.0]
+    assert costs.curve(1, 0).tolist() == [1.0], "less context than measured is no cheaper"
     falling = Costs((1, 2), (1, 2), ((2.0, 1.0), (0.0, 0.0)))
-    assert falling.curve(4, 1, "synced").tolist() == [2.0, 1.0, 1.0, 1.0], "noise is not carried on"
-    assert (falling.curve(4, 50, "synced") > 0).all()
+    assert falling.curve(4, 1).tolist() == [2.0, 1.0, 1.0, 1.0], "noise is not carried on"
+    assert (falling.curve(4, 50) > 0).all()
 
 
 @given(st.floats(0.05, 20), st.integers(1, 20), st.integers(1, 2000))
 def test_costs_follow_what_steps_take_each_way_apart(truth: float, rows: int, context: int) -> None:
     costs = table(curve(0.1, 0.01))
-    before = costs.curve(rows, context, "synced")[-1]
+    before = costs.step(rows, context, "synced")
     for _ in range(200):
         costs.learn(rows, context, "synced", truth * float(before))
-    assert costs.curve(rows, context, "synced")[-1] == pytest.approx(truth * before, rel=0.02)
-    assert costs.curve(rows, context, "overlap")[-1] == pytest.approx(before)
+    assert costs.step(rows, context, "synced") == pytest.approx(truth * before, rel=0.02)
+    assert costs.step(rows, context, "overlap") == pytest.approx(before)
 
 
 def test_one_slow_step_moves_a_cost_a_little() -> None:
     costs = table(curve(0.1, 0.01))
     costs.learn(1, 64, "synced", 1000.0)
-    assert 1.0 < costs.curve(1, 64, "synced")[0] <= 1 + INNOVATION
+    assert 1.0 < costs.step(1, 64, "synced") <= 1 + INNOVATION
 
 
 # ---- chances
@@ -175,11 +176,35 @@ def test_padded_drafts_are_the_best_of_all_allocations(
             tokens += sum(np.cumprod(option.rates[:depth])) if option else 0.0
         return tokens / (seconds[base - 1 + max(depths)] + each * max(depths))
 
-    depths = share(options, list(seconds), plain, padded=True)
+    depths = share(options, seconds, plain, padded=True)
     most = len(seconds) - base  # tokens whose rows have a known cost
     every = [range(1 + min(most, len(option.rates) if option else 0)) for option in options]
     best = max(speed(depths) for depths in itertools.product(*every))
     assert speed(depths) == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=200)
+@given(st.data(), convex, st.floats(0, 1), st.integers(1, 4))
+def test_the_fastest_option_is_picked(data, seconds, each: float, base: int) -> None:
+    """Alone among `base` sequences, at its best depth."""
+    one = st.builds(
+        lambda chances, model: Proposal("m", chances, each, each) if model else Proposal("c", chances),
+        st.lists(chance, min_size=1, max_size=4), st.booleans(),
+    )  # fmt: skip
+    options = data.draw(st.lists(one, min_size=1, max_size=3))
+
+    def speed(option: Proposal) -> float:
+        made, best = float(base), 0.0
+        for depth, right in enumerate(np.cumprod(option.rates), 1):
+            if base + depth <= len(seconds):
+                made += right
+                took = seconds[base + depth - 1] + option.fixed + depth * option.seconds
+                best = max(best, made / took)
+        return best
+
+    [found, none, alone] = pick([options, [], options[:1]], seconds, base)
+    assert speed(found) == pytest.approx(max(map(speed, options)), rel=1e-9)
+    assert none is None and alone is options[0]
 
 
 def test_the_better_sequence_gets_more_rows() -> None:
@@ -210,10 +235,10 @@ def test_the_best_of_a_sequences_options_is_taken() -> None:
 
 def test_a_probe_takes_its_share_of_the_time_and_none_where_nothing_can_be_won() -> None:
     seconds = np.array([curve(0.3, 0.0)(r) for r in range(1, 10)])
-    every = probe_every(Proposal("m", [0.1] * 8, 0.05), seconds, 1.0, 1)
-    assert every == pytest.approx(0.35 / PROBE_SHARE, abs=1)
-    assert probe_every(Proposal("m", [0.1] * 8, 0.8), seconds, 1.0, 1) == 0
-    assert probe_every(Proposal("c", [0.1] * 8), seconds * 3, 1.0, 1) == 0
+    pays, dear = Proposal("m", [0.1] * 8, 0.05), Proposal("m", [0.1] * 8, 0.8)
+    every, never = probe_every([pays, dear], seconds, 1.0, 1)
+    assert every == pytest.approx(0.35 / PROBE_SHARE, abs=1) and never == 0
+    assert probe_every([Proposal("c", [0.1] * 8)], seconds * 3, 1.0, 1) == [0]
 
 
 # ---- in the long run

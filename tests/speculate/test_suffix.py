@@ -31,7 +31,7 @@ def test_the_longest_match_wins_then_the_latest() -> None:
     some = [padded(1, 2, 3, 4, 5), padded(1, 2, 3, 4, 6), padded(9, 2, 3, 7, 7)]
     made = corpus(*some).propose([1, 2, 3], 2)
     assert made and made.source == "suffix" and made.tokens == (4, 6)
-    assert made.rate_keys == [("suffix", bucket(3)), ("suffix", bucket(4))]
+    assert list(made.rate_keys) == [("suffix", bucket(3)), ("suffix", bucket(4))]
 
 
 def test_an_output_is_found_behind_the_end_of_its_prompt() -> None:

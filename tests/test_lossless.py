@@ -330,6 +330,26 @@ def test_preemption(kind: str, name: str, temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind, layout, name, temperature",
+    in_turn([(kind, "rows") for kind in PAGED], DRAFTERS, [0.0, 0.8], every=3)
+    + in_turn(HYBRIDS, ["plain", "lookup"], [0.0, 0.8])
+    + in_turn([("qwen3", "rows")], HEADS, [0.0, 0.8], every=3)
+    + in_turn([GEMMA4], OWN_HEADS, [0.0, 0.8]),
+)
+def test_priorities(kind: str, layout: str, name: str, temperature: float) -> None:
+    """More important requests push others out of two slots and of a small pool, again and again:
+    who waits, starts first or gives way changes no token."""
+    all_of = requests(temperature)
+    first = {"long": 100, "alone": 100, "exact": 7, "fork": 0, "inside": -5, "one": 100}
+    all_of = {n: replace(all_of[n], priority=p) for n, p in first.items()}
+    e = tiny.engine(model(kind), layout=layout, block=BLOCK, blocks=14, budget=16, max_sequences=2)
+    all_of = equip(e, name, kind, all_of)
+    same(kind, drive(e, all_of, {"exact": 6, "fork": 7, "inside": 8, "one": 4}), all_of)
+    assert e.scheduler.preemptions >= 2
+    assert drafted(e, name)
+
+
+@pytest.mark.parametrize(
     "kind, name, steps",
     in_turn(PAGED, ["plain", "chain"], [(range(1, 12, 4),), (range(3, 12, 4),)])
     + in_turn(["qwen3"], HEADS, [(range(1, 12, 4),), (range(3, 12, 4),)], every=3),

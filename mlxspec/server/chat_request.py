@@ -230,6 +230,7 @@ def engine_request(
         n=body.n,
         prediction=tuple(predicted),
         model=model.name,
+        priority=body.priority or 0,
     )
 
 

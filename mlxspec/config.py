@@ -1,7 +1,7 @@
 """The settings. One table, the fields of `Config`, defines the file, the variables, the flags and
 the docs.
 
-Precedence: file < `MLXSPEC_*` variables < flags. Each value may be text; it is checked here, and an
+Precedence: file < `MLXSPEC_*` variables < flags. Each value may be text; it is checked, and an
 error names the source, the setting, the value and the allowed values.
 """
 
@@ -10,23 +10,18 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from mlxspec.types import UserError
+from mlxspec.settings import ConfigError as ConfigError
+from mlxspec.settings import checked, format_value, option
 
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
-ON_OFF = ("on", "off")
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
 BUILT_IN = "smollm2-135m-instruct"  # the model if the settings name none
-
-
-class ConfigError(UserError):
-    """A setting that cannot be used. The message names its source, name and value, and the fix."""
 
 
 def check_host(host: str, source: str) -> str:
@@ -40,28 +35,6 @@ def check_host(host: str, source: str) -> str:
         fix = "give an address, such as 127.0.0.1, or a host name"
         raise ConfigError(f"{source}: host = {host!r} is not allowed; {fix}") from error
     return host
-
-
-def option(
-    default: Any,
-    help: str,
-    high: float = 0,
-    *,
-    low: float = 0,
-    choices: tuple[Any, ...] = (),
-    kind: str = "",
-    secret: bool = False,
-) -> Any:
-    """One row of the table. `low` and `high` bound a number, inclusively; `choices` of a bool
-    are the words for True and False; `kind` names a value, by its unit for example, if choices and
-    type do not; a `secret` value is never printed."""
-    if isinstance(default, bool):
-        choices = choices or ON_OFF
-    return field(
-        default=default,
-        repr=not secret,
-        metadata=dict(help=help, low=low, high=high, choices=choices, kind=kind, secret=secret),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,32 +296,6 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
     return shlex.join(words)
 
 
-def kind_of(row: Field[Any]) -> str:
-    """A word for a value of the setting: its choices, its unit or its type."""
-    meta = row.metadata
-    return meta["kind"] or "|".join(map(str, meta["choices"])) or type(row.default).__name__
-
-
-def format_value(row: Field[Any], value: Any) -> str:
-    """A value of the setting as a user would write it; empty if it is not set."""
-    match value:
-        case None:
-            return ""
-        case bool():
-            return str(row.metadata["choices"][not value])
-        case tuple():
-            return ",".join(value)
-    return str(value).removesuffix(".0")
-
-
-def limits(row: Field[Any]) -> str:
-    """The choices or the range of a setting; empty if anything is allowed."""
-    meta = row.metadata
-    if meta["choices"]:
-        return "one of " + ", ".join(map(str, meta["choices"]))
-    return f"{meta['low']} to {meta['high']}" if meta["high"] else ""
-
-
 def data_dir(name: str) -> Path:
     """The directory `models`, `metal` or `launchd` of the installed wheel or of the checkout."""
     package = Path(__file__).resolve().parent
@@ -372,28 +319,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _checked(name: str, value: Any, source: str) -> Any:
     """`value`, which may be text, in the type of the setting. Raises ConfigError."""
-    if name not in TABLE:
-        raise ConfigError(
-            f"{source}: there is no setting {name!r}; docs/configuration.md lists them all",
-        )
-    row = TABLE[name]
-    kind: Any = int if row.default is None else type(row.default)
-    choices, text = row.metadata["choices"], str(value)
-    if kind is tuple:
-        parts = value if isinstance(value, list) else text.split(",")
-        return tuple(filter(None, [str(part).strip() for part in parts]))
     if name == "host":  # empty where a shell's variable is not set
-        return check_host(text or DEFAULTS.host, source)
-    if not limits(row):
-        return text
-    if row.default is None and not text:
-        return None
-    with suppress(ValueError):
-        if kind is bool:
-            return not choices.index(text)
-        number = kind(text)  # "True" is none
-        if number in choices:
-            return number
-        if not choices and row.metadata["low"] <= number <= row.metadata["high"]:  # nor is nan
-            return number
-    raise ConfigError(f"{source}: {name} = {value!r} is not allowed; give {limits(row)}")
+        return check_host(str(value) or DEFAULTS.host, source)
+    return checked(TABLE, name, value, source)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag, format_value
+from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag
 from mlxspec.config import load as load_settings
+from mlxspec.settings import format_value
 
 
 def file(folder: Path, text: str) -> Path:

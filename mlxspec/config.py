@@ -10,11 +10,12 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from mlxspec.profiles import OF_THE_MODEL, Profile, read_profiles
 from mlxspec.settings import ConfigError as ConfigError
 from mlxspec.settings import checked, format_value, option
 
@@ -235,6 +236,8 @@ class Config:
         "info", "Log level.", choices=("debug", "info", "warning", "error"), kind="level"
     )
 
+    profiles: tuple[Profile, ...] = ()  # the file's tables of models
+
     @property
     def disk_bytes(self) -> int:
         """`cache_gb` in bytes."""
@@ -247,7 +250,7 @@ class Config:
 
 
 DEFAULTS = Config()
-TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
+TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config) if f.metadata}
 
 
 def load(
@@ -259,20 +262,27 @@ def load(
 
     A file named by `$MLXSPEC_CONFIG` must exist; the default file need not. Raises ConfigError.
     """
-    values = {}
+    values: dict[str, Any] = {}
+    profiles: tuple[Profile, ...] = ()
     custom = env.get("MLXSPEC_CONFIG")
     file = Path(custom or FILE).expanduser()
     if custom or file.exists():
         for name, value in _read(file).items():
-            values[name] = _checked(name, value, str(file))
+            if name == "models":
+                profiles = read_profiles(value, str(file))
+            else:
+                values[name] = _checked(name, value, str(file))
+    later = {}
     for variable, text in env.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and text and name != "config":
-            values[name] = _checked(name, text, variable)
+            later[name] = _checked(name, text, variable)
     for name, value in flags.items():
         if value not in (None, []):
-            values[name] = _checked(name, value, flag(name))
-    return Config(**values)
+            later[name] = _checked(name, value, flag(name))
+    unset: dict[str, Any] = dict.fromkeys(later.keys() & OF_THE_MODEL)  # in the tables too
+    profiles = tuple(replace(profile, **unset) for profile in profiles)
+    return Config(**values | later, profiles=profiles)
 
 
 def flag(name: str) -> str:

@@ -26,23 +26,33 @@ def option(
     choices: tuple[Any, ...] = (),
     kind: str = "",
     secret: bool = False,
+    type: type | None = None,
 ) -> Any:
     """One row of the table. `low` and `high` bound a number, inclusively; `choices` of a bool
     are the words for True and False; `kind` names a value, by its unit for example, if choices and
-    type do not; a `secret` value is never printed."""
+    type do not; a `secret` value is never printed. `type` is that of a value where the default is
+    None, if not int."""
     if isinstance(default, bool):
         choices = choices or ON_OFF
     return field(
         default=default,
         repr=not secret,
-        metadata=dict(help=help, low=low, high=high, choices=choices, kind=kind, secret=secret),
+        metadata=dict(
+            help=help,
+            low=low,
+            high=high,
+            choices=choices,
+            kind=kind,
+            secret=secret,
+            type=type or (int if default is None else default.__class__),
+        ),
     )
 
 
 def kind_of(row: Field[Any]) -> str:
     """A word for a value of the setting: its choices, its unit or its type."""
     meta = row.metadata
-    return meta["kind"] or "|".join(map(str, meta["choices"])) or type(row.default).__name__
+    return meta["kind"] or "|".join(map(str, meta["choices"])) or str(meta["type"].__name__)
 
 
 def format_value(row: Field[Any], value: Any) -> str:
@@ -72,8 +82,7 @@ def checked(table: Mapping[str, Field[Any]], name: str, value: Any, source: str)
             f"{source}: there is no setting {name!r}; docs/configuration.md lists them all",
         )
     row = table[name]
-    kind: Any = int if row.default is None else type(row.default)
-    choices, text = row.metadata["choices"], str(value)
+    kind, choices, text = row.metadata["type"], row.metadata["choices"], str(value)
     if kind is tuple:
         parts = value if isinstance(value, list) else text.split(",")
         return tuple(filter(None, [str(part).strip() for part in parts]))

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PLAIN = {"mlxspec", "types", "sequences", "settings", "config", "files", "progress"}
+PLAIN = {"mlxspec", "types", "sequences", "settings", "profiles", "config", "files", "progress"}
 MODEL = PLAIN | {"blas", "kernels", "model"}
 ENGINE = MODEL | {"cache", "speculate", "engine"}
 SERVER = ENGINE | {"metrics", "text", "load", "server", "training.recorder"}
@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "types": set(),
     "sequences": {"types"},
     "settings": {"types"},
-    "config": {"mlxspec", "types", "settings", "files"},
+    "profiles": {"types", "settings"},
+    "config": {"mlxspec", "types", "settings", "profiles", "files"},
     "files": set(),
     "progress": {"mlxspec"},
     "blas": PLAIN,

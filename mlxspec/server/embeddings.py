@@ -96,13 +96,13 @@ def _request(model: TextModel, prompt: str | list[int], field: str) -> Request:
     ids = encode_prompt(model, prompt, field=field) if isinstance(prompt, str) else prompt
     room_for(model, ids, field)
     id, pooling = f"embd-{secrets.token_hex(12)}", _pooling(model)
-    return Request(id, tuple(ids), 1, model=model.name, pooling=pooling)
+    return Request(id, tuple(ids), 1, model=model.base, pooling=pooling)
 
 
 def _pooling(model: TextModel) -> Pooling:
     """The pooling in the model's sentence-transformers files, its last token without them. Raises
     ApiError for a pooling that is not supported."""
-    path = model.server.paths[model.name]
+    path = model.server.paths[model.base]
     config = read_json(path / "1_Pooling" / "config.json")
     if not config:
         return "last"

@@ -202,8 +202,8 @@ class Scheduler:
             pass
 
     def _start_next(self) -> bool:
-        """Start the first waiting sequence that can, preempting those of a higher priority where
-        slots or blocks lack; False where none can."""
+        """Start the first waiting sequence that can, preempting less important ones where slots or
+        blocks lack; False where none can."""
         slots = 1 if self.low_memory else self.max_sequences
         free = self._free()
         for seq in self.waiting:

@@ -42,6 +42,7 @@ CHARS_PER_TOKEN = 8  # on average; a longer prediction is truncated before it is
 
 # Fields of a body with the same name in `Sampling`; a body's `logprobs` is something else.
 SAMPLING_FIELDS = {setting.name for setting in fields(Sampling)} - {"logprobs"}
+LIMITS = set("max_tokens max_completion_tokens max_output_tokens num_predict n_predict".split())
 OBJECT = {"type": "object"}  # the schema of any JSON object
 
 
@@ -224,7 +225,9 @@ def engine_request(
     and the model's defaults. Raises ApiError."""
     room, info, tokenizer = room_for(model, prompt, source), model.info, model.tokenizer
     settings = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-    seed = secrets.randbits(63) if model.profile.seed is None else model.profile.seed
+    sent, profile = body.model_fields_set, model.profile
+    seed = None if "seed" in sent else profile.seed  # -1 was sent too
+    seed = secrets.randbits(63) if seed is None else seed
     values = {**asdict(model.defaults), "seed": seed, **settings}
     bias = body.logit_bias or {}
     check_ids(model, bias, "logit_bias")
@@ -242,7 +245,7 @@ def engine_request(
     return Request(
         id=id,
         prompt=tuple(prompt),
-        max_tokens=min(room, body.limit or model.profile.max_tokens or room),
+        max_tokens=min(room, (body.limit if sent & LIMITS else profile.max_tokens) or room),
         sampling=Sampling(**values),
         stop_tokens=frozenset({*ends, *body.stop_token_ids}),
         n=body.n,

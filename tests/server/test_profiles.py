@@ -105,6 +105,21 @@ async def test_a_requests_own_values_win(s: Server) -> None:
     assert len(s.engine.submitted) == 4
 
 
+async def test_no_limit_and_no_seed_are_values_too(s: Server) -> None:
+    room = INFO.context - len("hello") - 30
+    for path, own in (
+        ("/v1/chat/completions", {"max_tokens": -1, "seed": -1}),
+        ("/v1/responses", {"max_output_tokens": -1, "seed": -1}),
+        ("/api/chat", {"options": {"num_predict": -1, "seed": -1}}),
+    ):
+        answer = await s.post(path, {**BODIES[path], "model": "tiny:code", **own})
+        assert answer.status == 200
+        request = s.engine.submitted[-1]
+        assert request.max_tokens > room and request.sampling.seed != 7, path
+    await s.post("/api/chat", {**BODIES["/api/chat"], "model": "tiny:code", "max_tokens": None})
+    assert s.engine.submitted[-1].max_tokens == 9
+
+
 async def prompt(s: Server, path: str, **body: Any) -> tuple[int, ...]:
     s.engine.submitted.clear()
     answer = await s.post(path, {**BODIES[path], "model": "tiny:code", **body})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.config import Config, ConfigError, load
+from mlxspec.config import BUILT_IN, Config, ConfigError, load
 from mlxspec.load.resolve import resolve_model, resolve_models, served_names, with_table
 from mlxspec.profiles import ROWS, Profile, profiles_of
 from mlxspec.settings import format_value
@@ -179,6 +179,18 @@ def test_settings_of_the_model(tmp_path: Path) -> None:
     assert (used.draft, used.context, used.profiles) == ("off", 400, ())
     named = read(tmp_path, f'name = "q"\nmodel = "{one}"\n[models.q]\ncontext = 99\n')
     assert resolve_model(named).config.context == 99
+
+
+def test_names_are_known_without_a_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.model.hub.installed", lambda: {"a/short": tmp_path, "b": tmp_path})
+    one = save(tmp_path / "one")
+    asked = ("", f"{one}/", "owner/name", "short", "n=owner/name", BUILT_IN, "gone")
+    known = [BUILT_IN, "one", "owner/name", "a/short", "n", BUILT_IN, "gone"]
+    assert [served_names(Config(model=model))[0] for model in asked] == known
+    assert resolve_model(Config(model=f"{one}/")).name == "one"
+    assert served_names(Config(model="a/b", name="q", others=("c/d", "e=c/d"))) == ["q", "c/d", "e"]
 
 
 def test_a_named_one_that_asks_for_more_stops_the_start(tmp_path: Path) -> None:

@@ -509,7 +509,8 @@ def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> N
         for kind, model, n in orders:
             if kind == "ask":
                 asked[f"r{len(asked)}"] = model
-                note(made.submit(replace(tiny.request(f"r{len(asked) - 1}", [1], n), model=model)))
+                request = tiny.request(f"r{len(asked) - 1}", [1], n)
+                note(made.submit(replace(request, model=model, priority=BACKGROUND * (n % 2))))
             elif kind == "abort":
                 note(made.abort(f"r{n}"))
             elif kind == "step":

@@ -1,7 +1,7 @@
 """The settings. One table, the fields of `Config`, defines the file, the variables, the flags and
 the docs.
 
-Precedence: file < `MLXSPEC_*` variables < flags. Each value may be text; it is checked here, and an
+Precedence: file < `MLXSPEC_*` variables < flags. Each value may be text; it is checked, and an
 error names the source, the setting, the value and the allowed values.
 """
 
@@ -10,23 +10,19 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from mlxspec.types import UserError
+from mlxspec.profiles import OF_THE_MODEL, Profile, read_profiles
+from mlxspec.settings import ConfigError as ConfigError
+from mlxspec.settings import checked, format_value, option
 
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
-ON_OFF = ("on", "off")
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
 BUILT_IN = "smollm2-135m-instruct"  # the model if the settings name none
-
-
-class ConfigError(UserError):
-    """A setting that cannot be used. The message names its source, name and value, and the fix."""
 
 
 def check_host(host: str, source: str) -> str:
@@ -40,28 +36,6 @@ def check_host(host: str, source: str) -> str:
         fix = "give an address, such as 127.0.0.1, or a host name"
         raise ConfigError(f"{source}: host = {host!r} is not allowed; {fix}") from error
     return host
-
-
-def option(
-    default: Any,
-    help: str,
-    high: float = 0,
-    *,
-    low: float = 0,
-    choices: tuple[Any, ...] = (),
-    kind: str = "",
-    secret: bool = False,
-) -> Any:
-    """One row of the table. `low` and `high` bound a number, inclusively; `choices` of a bool
-    are the words for True and False; `kind` names a value, by its unit for example, if choices and
-    type do not; a `secret` value is never printed."""
-    if isinstance(default, bool):
-        choices = choices or ON_OFF
-    return field(
-        default=default,
-        repr=not secret,
-        metadata=dict(help=help, low=low, high=high, choices=choices, kind=kind, secret=secret),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +241,8 @@ class Config:
         "info", "Log level.", choices=("debug", "info", "warning", "error"), kind="level"
     )
 
+    profiles: tuple[Profile, ...] = ()  # the file's tables of models
+
     @property
     def disk_bytes(self) -> int:
         """`cache_gb` in bytes."""
@@ -279,7 +255,7 @@ class Config:
 
 
 DEFAULTS = Config()
-TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
+TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config) if f.metadata}
 
 
 def load(
@@ -291,20 +267,27 @@ def load(
 
     A file named by `$MLXSPEC_CONFIG` must exist; the default file need not. Raises ConfigError.
     """
-    values = {}
+    values: dict[str, Any] = {}
+    profiles: tuple[Profile, ...] = ()
     custom = env.get("MLXSPEC_CONFIG")
     file = Path(custom or FILE).expanduser()
     if custom or file.exists():
         for name, value in _read(file).items():
-            values[name] = _checked(name, value, str(file))
+            if name == "models":
+                profiles = read_profiles(value, str(file))
+            else:
+                values[name] = _checked(name, value, str(file))
+    later = {}
     for variable, text in env.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and text and name != "config":
-            values[name] = _checked(name, text, variable)
+            later[name] = _checked(name, text, variable)
     for name, value in flags.items():
         if value not in (None, []):
-            values[name] = _checked(name, value, flag(name))
-    return Config(**values)
+            later[name] = _checked(name, value, flag(name))
+    unset: dict[str, Any] = dict.fromkeys(later.keys() & OF_THE_MODEL)  # in the tables too
+    profiles = tuple(replace(profile, **unset) for profile in profiles)
+    return Config(**values | later, profiles=profiles)
 
 
 def flag(name: str) -> str:
@@ -326,32 +309,6 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
             parts = [BUILT_IN, *parts]
         words += parts
     return shlex.join(words)
-
-
-def kind_of(row: Field[Any]) -> str:
-    """A word for a value of the setting: its choices, its unit or its type."""
-    meta = row.metadata
-    return meta["kind"] or "|".join(map(str, meta["choices"])) or type(row.default).__name__
-
-
-def format_value(row: Field[Any], value: Any) -> str:
-    """A value of the setting as a user would write it; empty if it is not set."""
-    match value:
-        case None:
-            return ""
-        case bool():
-            return str(row.metadata["choices"][not value])
-        case tuple():
-            return ",".join(value)
-    return str(value).removesuffix(".0")
-
-
-def limits(row: Field[Any]) -> str:
-    """The choices or the range of a setting; empty if anything is allowed."""
-    meta = row.metadata
-    if meta["choices"]:
-        return "one of " + ", ".join(map(str, meta["choices"]))
-    return f"{meta['low']} to {meta['high']}" if meta["high"] else ""
 
 
 def data_dir(name: str) -> Path:
@@ -377,28 +334,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _checked(name: str, value: Any, source: str) -> Any:
     """`value`, which may be text, in the type of the setting. Raises ConfigError."""
-    if name not in TABLE:
-        raise ConfigError(
-            f"{source}: there is no setting {name!r}; docs/configuration.md lists them all",
-        )
-    row = TABLE[name]
-    kind: Any = int if row.default is None else type(row.default)
-    choices, text = row.metadata["choices"], str(value)
-    if kind is tuple:
-        parts = value if isinstance(value, list) else text.split(",")
-        return tuple(filter(None, [str(part).strip() for part in parts]))
     if name == "host":  # empty where a shell's variable is not set
-        return check_host(text or DEFAULTS.host, source)
-    if not limits(row):
-        return text
-    if row.default is None and not text:
-        return None
-    with suppress(ValueError):
-        if kind is bool:
-            return not choices.index(text)
-        number = kind(text)  # "True" is none
-        if number in choices:
-            return number
-        if not choices and row.metadata["low"] <= number <= row.metadata["high"]:  # nor is nan
-            return number
-    raise ConfigError(f"{source}: {name} = {value!r} is not allowed; give {limits(row)}")
+        return check_host(str(value) or DEFAULTS.host, source)
+    return checked(TABLE, name, value, source)

@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxspec.types import MAX_DEPTH, Finish, ImageSpan, Logprob, Pooling, Request, Sampling
+from mlxspec.types import (
+    MAX_DEPTH,
+    MAX_PRIORITY,
+    Finish,
+    ImageSpan,
+    Logprob,
+    Pooling,
+    Request,
+    Sampling,
+)
+
+MAX_PASSED = 64  # later sequences that may start before a waiting one
 
 
 @dataclass(slots=True)
@@ -98,7 +109,8 @@ class Seq:
 
     request: Request
     index: int = 0
-    order: int = 0  # arrival; preemption takes the youngest
+    order: int = 0  # arrival
+    passed: int = 0  # later sequences that have started while it waited
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     pending: int = 0
@@ -133,6 +145,16 @@ class Seq:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def priority(self) -> int:
+        """Its request's; lower than any once MAX_PASSED others have started before it."""
+        return self.request.priority if self.passed < MAX_PASSED else -MAX_PRIORITY - 1
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The lowest starts first and is preempted last."""
+        return self.priority, self.order
 
     @property
     def tables(self) -> list[list[int]]:

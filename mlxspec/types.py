@@ -20,6 +20,8 @@ STATE = -1  # in place of a pool's number: the recurrent states
 NOT_FINITE = -1  # in place of a sampled token: its logits are not finite
 UNLIMITED = 1 << 24  # tokens: no context is longer
 MAX_CHOICES = 8
+MAX_PRIORITY = 1000  # the lowest goes first
+BACKGROUND = 100  # the priority of what nobody waits for
 MAX_DEPTH = 32  # tokens drafted for one sequence
 MAX_TOP_LOGPROBS = 20
 NARROW = 1024  # a top_k up to here needs no sorted vocabulary
@@ -99,7 +101,7 @@ class Request:
     `max_tokens` is already clamped to the context; `stop_tokens` end a choice and are reported as
     the last token of its final output. `pooling` says which final hidden states make up the
     prompt's embedding, if one is wanted: `max_tokens` is 1 then, and the only output has the
-    embedding and no token.
+    embedding and no token. Of `priority`, -MAX_PRIORITY to MAX_PRIORITY, the lowest goes first.
     """
 
     id: str
@@ -114,6 +116,7 @@ class Request:
     model: str = ""  # its served name; empty: the default
     pooling: Pooling = ""
     images: tuple[ImageSpan, ...] = ()  # of the prompt
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,15 @@ def too_long(tokens: int, context: int) -> str:
     return (
         f"prompt is too long: {tokens} tokens > {context} maximum. This model's maximum context"
         f" length is {context} tokens, and an answer needs room in it"
+    )
+
+
+def not_finite(model: str, tokens: int) -> str:
+    """The error for a prefix of so many tokens that has no usable logits."""
+    return (
+        f"what {model or 'the model'} computes from the first {tokens} tokens is not finite (NaN or"
+        " infinite): its weights are damaged, or overflow in their data type; download it again, or"
+        " serve another quantization of it"
     )
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag, format_value
+from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag
 from mlxspec.config import load as load_settings
+from mlxspec.settings import format_value
 
 
 def file(folder: Path, text: str) -> Path:
@@ -222,7 +223,7 @@ def test_more_models(tmp_path: Path) -> None:
 
 
 def test_every_row_is_complete() -> None:
-    assert [f.name for f in fields(Config)] == list(TABLE)
+    assert [f.name for f in fields(Config)] == [*TABLE, "profiles"]
     for name, row in TABLE.items():
         assert row.metadata["help"].endswith("."), name
         if isinstance(row.default, int | float) and not isinstance(row.default, bool):

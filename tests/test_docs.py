@@ -15,6 +15,7 @@ from typer.main import get_command
 
 import mlxspec
 from mlxspec import cli, config
+from mlxspec.profiles import profiles_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md"), *ROOT.glob("tests/*/*.md")])
@@ -62,6 +63,20 @@ def test_a_stale_configuration_is_seen_and_mended(tmp_path: Path) -> None:
 def test_every_setting_is_documented() -> None:
     page = read("docs/configuration.md")
     assert [name for name in config.TABLE if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("page", ["configuration", "models", "operating"])
+def test_the_examples_of_a_settings_file_are_read(page: str, tmp_path: Path) -> None:
+    examples = re.findall(r"^```toml\n(.*?)^```$", read(f"docs/{page}.md"), re.M | re.S)
+    for text in examples:
+        (tmp_path / "config.toml").write_text(text)
+        made = config.load({}, {"MLXSPEC_CONFIG": str(tmp_path / "config.toml")})
+        if made.profiles:
+            found = profiles_of(made.profiles, {made.name})
+            assert (found["qwen3"].context, found["qwen3:code"].context) == (32768, 32768)
+            code = found["qwen3:code"]
+            assert (code.base, code.temperature, code.thinking) == ("qwen3", 0.2, False)
+    assert examples
 
 
 def test_the_api_page_names_every_field() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PLAIN = {"mlxspec", "types", "sequences", "config", "files", "progress"}
+PLAIN = {"mlxspec", "types", "sequences", "settings", "profiles", "config", "files", "progress"}
 MODEL = PLAIN | {"blas", "kernels", "model"}
 ENGINE = MODEL | {"cache", "speculate", "engine"}
 SERVER = ENGINE | {"metrics", "text", "load", "server", "training.recorder"}
@@ -23,7 +23,9 @@ MAY_IMPORT = {
     "mlxspec": set(),
     "types": set(),
     "sequences": {"types"},
-    "config": {"mlxspec", "types", "files"},
+    "settings": {"types"},
+    "profiles": {"types", "settings"},
+    "config": {"mlxspec", "types", "settings", "profiles", "files"},
     "files": set(),
     "progress": {"mlxspec"},
     "blas": PLAIN,

@@ -14,9 +14,10 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels import cpu
+from mlxspec.profiles import Profile, profiles_of
 from mlxspec.speculate import NoSpeculation
 from mlxspec.text.structured.loop_guard import LEAST, LoopGuard
-from mlxspec.types import Request
+from mlxspec.types import Request, Sampling
 from tests.support import disk_cache, tiny
 from tests.support.drafters import (
     ALL_HEADS,
@@ -328,6 +329,52 @@ def test_preemption(kind: str, name: str, temperature: float) -> None:
     tiny.admit_blindly(e.scheduler)
     same(kind, drive(e, all_of, {"fork": 6, "one": 4}), all_of)
     assert e.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "kind, layout, name, temperature",
+    in_turn([(kind, "rows") for kind in PAGED], DRAFTERS, [0.0, 0.8], every=3)
+    + in_turn(HYBRIDS, ["plain", "lookup"], [0.0, 0.8])
+    + in_turn([("qwen3", "rows")], HEADS, [0.0, 0.8], every=3)
+    + in_turn([GEMMA4], OWN_HEADS, [0.0, 0.8]),
+)
+def test_priorities(kind: str, layout: str, name: str, temperature: float) -> None:
+    """More important requests push others out of two slots and of a small pool, again and again:
+    who waits, starts first or gives way changes no token."""
+    all_of = requests(temperature)
+    first = {"long": 100, "alone": 100, "exact": 7, "fork": 0, "inside": -5, "one": 100}
+    all_of = {n: replace(all_of[n], priority=p) for n, p in first.items()}
+    e = tiny.engine(model(kind), layout=layout, block=BLOCK, blocks=14, budget=16, max_sequences=2)
+    all_of = equip(e, name, kind, all_of)
+    same(kind, drive(e, all_of, {"exact": 6, "fork": 7, "inside": 8, "one": 4}), all_of)
+    assert e.scheduler.preemptions >= 2
+    assert drafted(e, name)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    in_turn(["llama", "qwen3", "gpt_oss"], ["plain", "liar", "lookup", "chain"])
+    + in_turn(["qwen3"], HEADS, every=3),
+)
+def test_profiles(kind: str, name: str) -> None:
+    """A model and two profiles of it, asked with the same prompts: each answers as a request that
+    says everything itself, and they share what one has computed."""
+    tables = [Profile("m", temperature=0.8), Profile("m:greedy", temperature=0.0)]
+    found = profiles_of([*tables, Profile("m:seeded", seed=77)], {"m"})
+    all_of = {}
+    for n, prompt in prompts().items():
+        for i, (own, profile) in enumerate(found.items()):
+            drawn = profile.over(Sampling(seed=i))
+            all_of[f"{own} {n}"] = Request(f"{own} {n}", tuple(prompt), N, drawn)
+    drawn = {r.sampling for r in all_of.values()}
+    assert {(s.temperature, s.seed) for s in drawn} == {(0.8, 0), (0.0, 1), (0.8, 77)}
+    e = tiny.engine(model(kind), block=BLOCK, budget=16)
+    all_of = equip(e, name, kind, all_of)
+    same(kind, drive(e, all_of, {n: 15 for n in all_of if n.startswith("m:")}), all_of)
+    assert e.counters["cached_tokens"] >= 2 * sum(
+        len(p) - 1 - reread(e) for p in prompts().values()
+    )
+    assert drafted(e, name)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mlxspec.commands.models import damage, room, tools_of
 from mlxspec.commands.options import AsJson, Model, log_to_stderr
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
+from mlxspec.profiles import profiles_of
 from mlxspec.service.launchd import installed_url
 from mlxspec.service.status import get_status
 from mlxspec.types import UserError, printable
@@ -63,6 +64,7 @@ def examine(model: str | None) -> Iterator[Check]:
     yield _server(config)
     try:
         yield from _installation(config)
+        yield from _profiles(config)
         yield from _models(config)
         yield from _kernels(config)
     except ImportError as error:
@@ -103,6 +105,22 @@ def _installation(config: Config) -> Iterator[Check]:
         yield Check("cache", str(cache_of(config)))
     else:
         yield Check("cache", f"{folder} is not writable; set cache_dir to another", broken=True)
+
+
+def _profiles(config: Config) -> Iterator[Check]:
+    """The tables of models in the settings file."""
+    from mlxspec.load.resolve import served_names
+
+    try:
+        found = profiles_of(config.profiles, served_names(config))
+    except ConfigError as error:
+        yield Check("profile", str(error), broken=True)
+        return
+    for table in config.profiles:
+        text = f"{table.source} is of no model of these settings"
+        if table.name in found:
+            text = f"{table.name}: {found[table.name]}"
+        yield Check("profile", text)
 
 
 def _models(config: Config) -> Iterator[Check]:

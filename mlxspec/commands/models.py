@@ -13,6 +13,7 @@ from mlxspec.commands.options import AsJson, Model
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config, load
 from mlxspec.files import format_size, read_json, weight_bytes, weight_files, write_atomic
+from mlxspec.profiles import profiles_of
 from mlxspec.types import UnsupportedModel, UserError
 
 TOOLS_FILE = "tools.json"  # in the cache directory
@@ -24,23 +25,24 @@ class LocalModel:
     """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
     it is not downloaded, and `bytes` is the size of the download. `fits`: whether it can be loaded
     here, by the sizes of its files; `tools`: how its calls are read; `head`: what drafts for it;
-    `sees`: whether it takes images."""
+    `sees`: whether it takes images. A profile of a model of the settings has only `defaults`."""
 
     name: str
-    kind: str  # "model" or "head"
+    kind: str  # "model", "head" or "profile"
     path: Path | None
     bytes: int
     fits: str = ""
     tools: str = ""
     head: str = ""
     sees: bool = False
+    defaults: str = ""
 
 
 def local_models(config: Config) -> list[LocalModel]:
     """The models of the settings, the built-in model, and those that mlx-lm can load in the folders
     of other programs."""
     from mlxspec.load.drafting import NONE
-    from mlxspec.load.resolve import draft_of, models_of, on_disk
+    from mlxspec.load.resolve import draft_of, models_of, on_disk, served_names
     from mlxspec.model.cards import cards, target_of
     from mlxspec.model.hub import cache_of, installed
     from mlxspec.model.layout import has_code
@@ -69,6 +71,8 @@ def local_models(config: Config) -> list[LocalModel]:
                 drafts = draft_of(name, path, replace(config, draft="")) or head.kind
             sees = config.vision and has_tower(path, head.config)
             local.append(LocalModel(name, "model", path, size, fits, tools, drafts, sees=sees))
+    for profile in profiles_of(config.profiles, served_names(config)).values():
+        local.append(LocalModel(profile.name, "profile", None, 0, defaults=str(profile)))
     return local
 
 
@@ -150,12 +154,12 @@ def models(as_json: AsJson = False) -> None:
         return
     rows = []
     for one in local:
-        path = str(one.path or "not downloaded").replace(str(Path.home()), "~")
+        path = one.defaults or str(one.path or "not downloaded").replace(str(Path.home()), "~")
         rows.append(
             (
                 one.name,
                 one.kind,
-                format_size(one.bytes),
+                "" if one.defaults else format_size(one.bytes),
                 one.fits,
                 "yes" if one.sees else "",
                 one.tools,

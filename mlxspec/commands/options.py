@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from mlxspec.config import ARGUMENTS, TABLE, flag, format_value, kind_of, limits, load, url_of
+from mlxspec.config import ARGUMENTS, TABLE, flag, load, url_of
 from mlxspec.service.launchd import installed_url
+from mlxspec.settings import format_value, kind_of, limits
 from mlxspec.types import printable
 
 

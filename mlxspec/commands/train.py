@@ -22,7 +22,7 @@ from mlxspec.commands.bench import Task, prompt_of  # noqa: E402  after BLAS
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import release_memory  # noqa: E402
-from mlxspec.load.resolve import ResolvedModel, resolve_model  # noqa: E402
+from mlxspec.load.resolve import ResolvedModel, resolve_model, with_table  # noqa: E402
 from mlxspec.model.hub import Resolved, cache_of, learned_head, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.speculate.heads.files import HeadFiles  # noqa: E402
@@ -107,6 +107,7 @@ class Server:
 
 def train(config: Config, options: Options, server: Server) -> int:
     """Train a head and install it. Returns the exit status. Raises UserError, OSError."""
+    config = with_table(config)
     settings = replace(config, context=CONTEXT, max_sequences=PARALLEL, cache_gb=0.0, others=())
     model = resolve_model(settings)
     model = replace(model, config=replace(model.config, speculate=False))

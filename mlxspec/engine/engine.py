@@ -99,6 +99,12 @@ class Engine:
         return bool(self.in_flight or self.scheduler.running or self.scheduler.waiting)
 
     @property
+    def priority(self) -> int:
+        """That of its most important request, the lowest."""
+        waiting = self.scheduler.waiting[:1]
+        return min((seq.priority for seq in (*self.scheduler.running[:1], *waiting)), default=0)
+
+    @property
     def active(self) -> bool:
         """Whether a request runs or waits, or blocks are to be saved to disk."""
         return self.busy or bool(self.offloader and self.offloader.saving)

@@ -35,6 +35,7 @@ CLOSE_S = 2.0  # for a model's disk cache to finish writing, before the process 
 UNLOAD_S = 0.5  # likewise, while other models wait
 LARGE = 0.6  # of the machine's memory: macOS was seen to page out larger weights
 RELEASE_S = 4.0  # of idleness, after which buffers are freed that the next step would use again
+MAX_PASSED = 8  # steps of models with more important requests before one of another's
 RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
@@ -77,6 +78,7 @@ class ModelSlot:
     need: int = 0  # bytes that must be free, by the last load that ran out of memory
     error: str = ""  # why the last load failed
     failed: float = 0.0  # time of that error
+    passed: int = 0  # steps of others since its own
 
     @property
     def busy(self) -> bool:
@@ -279,16 +281,21 @@ class ModelManager:
             for slot in self._leaving:
                 self._unload(slot)
             return self._dispatch_waiting()  # the load is the next step: see `snapshot`
-        for _ in self.slots:
-            slot = self._turns[0]
-            self._turns.rotate(-1)
-            if slot.engine and slot.engine.active:
-                slot.used = self.clock()
-                engine = slot.engine
-                if not engine.busy:  # it only saves blocks, which a slow disk may hold up
-                    self.group.poll()
-                alone = not any(other.busy for other in self._engines() if other is not engine)
-                return [*engine.step(alone)]
+        active = [(slot, slot.engine) for slot in self._turns if slot.engine and slot.engine.active]
+        best = min((engine.priority for _, engine in active), default=0)
+        for slot, engine in active:
+            if engine.priority > best and slot.passed < MAX_PASSED:
+                continue
+            for other, _ in active:
+                other.passed += 1
+            slot.passed = 0
+            slot.used = self.clock()
+            self._turns.remove(slot)
+            self._turns.append(slot)
+            if not engine.busy:  # it only saves blocks, which a slow disk may hold up
+                self.group.poll()
+            alone = not any(other.busy for _, other in active if other is not engine)
+            return [*engine.step(alone)]
         return []
 
     def _load(self, slot: ModelSlot) -> Results:

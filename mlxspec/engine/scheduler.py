@@ -1,14 +1,15 @@
 """Which sequence computes which tokens in a step: admission, budget, blocks, preemption, commit.
 
 Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to the
-tokens that exist plus its draft. When blocks run out, drafts are cut first, then the youngest
-sequence is preempted. No MLX here.
+tokens that exist plus its draft. When blocks run out, drafts are cut first, then the sequence of
+the highest rank is preempted. No MLX here.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
+from operator import attrgetter
 
 from mlxspec import log
 from mlxspec.cache.blocks import BlockPool
@@ -24,10 +25,12 @@ from mlxspec.types import (
     Output,
     Outputs,
     Request,
+    not_finite,
     too_long,
 )
 
-MAX_DEFERRED = 8  # plans in which shorter prefills may go first
+MAX_DEFERRED = 8  # plans in which other prefills may go first
+RANK = attrgetter("rank")
 
 
 @dataclass(eq=False)
@@ -45,8 +48,8 @@ class Scheduler:
     prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     sharing: bool = True
     can_draft: bool = True
-    waiting: deque[Seq] = field(default_factory=deque)
-    running: list[Seq] = field(default_factory=list)  # oldest first
+    waiting: list[Seq] = field(default_factory=list)  # by rank, as are the running ones
+    running: list[Seq] = field(default_factory=list)
     offloader: KVOffloader | None = None
     copies: Copies = field(default_factory=list)  # to do before the next plan's rows are written
     low_memory: bool = False
@@ -56,6 +59,7 @@ class Scheduler:
     # prompt is not hashed again.
     _blocked: Seq | None = None
     _blocked_free: int = 0
+    _held: Seq | None = None  # not planned: it is to be preempted, and a draft of it is in flight
 
     @property
     def pool(self) -> BlockPool:
@@ -84,6 +88,7 @@ class Scheduler:
                 seq.matcher = request.grammar()
             choices.append(seq)
         self.waiting += choices
+        self.waiting.sort(key=RANK)
 
     def abort(self, request: str, index: int | None = None) -> Outputs:
         """End the choices of `request` (all, or one) and free their blocks."""
@@ -108,7 +113,7 @@ class Scheduler:
         """The next step: decodes first, then prefills within the budget. Reserves blocks for every
         row. `depths`: how many tokens to draft, by sequence."""
         self._admit()
-        ready = [s for s in self.running if s.remaining and s.room > 0]
+        ready = [s for s in self.running if s.remaining and s.room > 0 and s is not self._held]
         plan: list[Entry] = []
         for seq in ready:
             if seq.remaining == 1:
@@ -116,7 +121,9 @@ class Scheduler:
         # A token in flight is also a running answer that this step would delay.
         decoding = bool(plan) or any(s.pending for s in self.running)
         prefills = [s for s in ready if s.remaining > 1]
-        prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
+        prefills.sort(
+            key=lambda s: (-(s.deferred // MAX_DEFERRED), s.priority, s.remaining, s.order)
+        )
         for seq in prefills:
             budget = self.prefill_budget.rows(plan, seq.computed, decoding)
             n = min(seq.remaining, budget)
@@ -136,18 +143,18 @@ class Scheduler:
         return plan
 
     def _add_entry(self, plan: list[Entry], seq: Seq, n: int) -> bool:
-        """Add an entry of `n` rows, preempting younger sequences if blocks run out; False where
-        that is not enough."""
+        """Add an entry of `n` rows, preempting less important sequences if blocks run out; False
+        where that is not enough."""
         if seq not in self.running:  # preempted for another entry of this plan
             return False
         drafts = seq.inflight_drafts
         while need := self.kv.blocks_needed(seq, seq.computed + drafts + n):
             if self.kv.allocate(seq, need):
                 break
-            younger = [s for s in self.running if s.order > seq.order and not s.inflight_drafts]
-            if not younger:
+            others = [s for s in self.running if s.rank > seq.rank and not s.inflight_drafts]
+            if not others:
                 return False
-            self._preempt(younger[-1])
+            self._preempt(others[-1])
             plan[:] = [e for e in plan if e.seq in self.running]
         samples = n == seq.remaining
         pending = samples and seq.pending > 0
@@ -166,12 +173,14 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Seq) -> None:
-        """Free its blocks and queue it first; most of them are still cached when it is admitted
-        again."""
+        """Free its blocks and queue it again; most of them are still cached when it is admitted. It
+        has been passed as often as its siblings, which may wait for it."""
         self.preemptions += 1
         self.running.remove(seq)
         self.kv.free(seq)
-        self.waiting.appendleft(seq)
+        siblings = [s for s in self.waiting if s.request is seq.request]
+        seq.passed = max(s.passed for s in (seq, *siblings))
+        insort(self.waiting, seq, key=RANK)
 
     def submitted(self, plan: Iterable[Entry]) -> None:
         """The step was submitted: its rows count as computed, its samples as pending."""
@@ -187,31 +196,55 @@ class Scheduler:
     # ---- admission ---------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting sequences, oldest first, while there are slots and blocks."""
-        promised = sum(self._lacking(s) for s in self.running)
+        """Start waiting sequences, by rank, while there are slots and blocks."""
+        self._held = None
+        while self._start_next():
+            pass
+
+    def _start_next(self) -> bool:
+        """Start the first waiting sequence that can, preempting less important ones where slots or
+        blocks lack; False where none can."""
         slots = 1 if self.low_memory else self.max_sequences
-        for seq in list(self.waiting):
-            free = len(self.pool.free_blocks) - promised
-            if len(self.running) >= slots:
-                break
-            if seq is self._blocked and free <= self._blocked_free:
-                break
+        free = self._free()
+        for seq in self.waiting:
+            # Once it has been passed too often it is next, but interrupts nobody.
+            others = [s for s in self.running if s.priority > seq.request.priority]
+            most = free + sum(len(s.table) + self._lacking(s) for s in others)
+            blocked = seq is self._blocked and most <= self._blocked_free
+            if blocked or len(self.running) - len(others) >= slots:
+                return False
             if self._must_wait(seq):
                 continue
             # An embedding needs every row, and the texts of an index would evict conversations.
             sharing = self.sharing and not seq.request.pooling
             match = self.kv.match(seq.tokens, self.kv.chunked(seq)) if sharing else PrefixMatch()
-            if self.running:
-                # Blocks that it shares with running sequences need no free ones.
-                cached = match.tables[0] if match.tables else ()
-                shared = [block for block in cached if block not in self.pool.free_blocks]
-                if self._lacking(seq) - len(shared) > free:
-                    self._blocked, self._blocked_free = seq, free
-                    break
+            if self.running and self._need(seq, match) > most:
+                self._blocked, self._blocked_free = seq, most
+                return False
             if self.offloader and sharing and self.offloader.start_restore(seq, match):
                 continue
+            while self.running and (
+                len(self.running) >= slots or self._need(seq, match) > self._free()
+            ):
+                if not others:
+                    return False
+                if others[-1].inflight_drafts:
+                    self._held = others[-1]
+                    return False
+                self._preempt(others.pop())
             self._start(seq, match)
-            promised += self._lacking(seq)
+            return True
+        return False
+
+    def _free(self) -> int:
+        """Blocks that are free and not promised to running sequences."""
+        return len(self.pool.free_blocks) - sum(self._lacking(s) for s in self.running)
+
+    def _need(self, seq: Seq, match: PrefixMatch) -> int:
+        """Free blocks that it needs to start; none for those that it shares with running ones."""
+        cached = match.tables[0] if match.tables else ()
+        shared = [block for block in cached if block not in self.pool.free_blocks]
+        return self._lacking(seq) - len(shared)
 
     def _must_wait(self, seq: Seq) -> bool:
         """Whether a waiting sequence must not start yet: its own step is in flight (it was
@@ -234,8 +267,10 @@ class Scheduler:
             seq.admitted = True
             seq.reported_cached = seq.computed
         self.waiting.remove(seq)
-        self.running.append(seq)
-        self.running.sort(key=lambda s: s.order)
+        for other in self.waiting:
+            other.passed += other.order < seq.order
+        self.waiting.sort(key=RANK)
+        insort(self.running, seq, key=RANK)
 
     # ---- commit ------------------------------------------------------------------------------
 
@@ -295,13 +330,7 @@ class Scheduler:
         keys = self.kv.forget(seq)
         if self.offloader:
             self.offloader.forget(keys)
-        name = seq.request.model or "the model"
-        end = entry.start + entry.count + new.drafts
-        error = (
-            f"what {name} computes from the first {end} tokens is not finite (NaN or infinite):"
-            " its weights are damaged, or overflow in their data type; download it again, or serve"
-            " another quantization of it"
-        )
+        error = not_finite(seq.request.model, entry.start + entry.count + new.drafts)
         log.warning("%s: %s", seq.request.id, error)
         ended = self.end(seq, "error", error)
         return [*outputs, replace(ended, fault="numbers", embedding=None)]

@@ -21,6 +21,7 @@ from mlxspec import log
 from mlxspec.engine.memory import CRITICAL, HOLD_S
 from mlxspec.engine.models import Ended, LoadCommand, ModelManager, Results
 from mlxspec.types import (
+    BACKGROUND,
     Busy,
     Dead,
     Finish,
@@ -68,12 +69,14 @@ class Worker:
     """Runs a ModelManager on a thread of its own.
 
     `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any thread. Up to
-    `max_sequences` + `max_queue` choices run or wait, of all models together.
+    `max_sequences` + `max_queue` choices run or wait, of all models together; what is background
+    leaves half of `max_sequences` to others.
     """
 
     def __init__(self, manager: ModelManager, max_sequences: int = 16, max_queue: int = 64) -> None:
         self._manager = manager
         self._limit = max_sequences + max_queue
+        self._reserved = max_sequences // 2
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._inbox: SimpleQueue[Callable[[], Results]] = SimpleQueue()
         self._stopping = self.draining = False
@@ -139,7 +142,9 @@ class Worker:
         Raises Busy when the queue is full or memory very short, Dead when draining or dead.
         """
         choices = [(request.id, index) for request in requests for index in range(request.n)]
-        if len(choices) + len(self._mailboxes) > self._limit:
+        waits = min(request.priority for request in requests) >= BACKGROUND
+        reserved = self._reserved if waits and self._mailboxes else 0
+        if len(choices) + len(self._mailboxes) > self._limit - reserved:
             raise Busy(RETRY_S)
         if self._manager.monitor.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")

@@ -19,10 +19,11 @@ from mlxspec.files import read_json, weight_bytes
 from mlxspec.load.drafting import NONE
 from mlxspec.load.loader import load_engine
 from mlxspec.model.cards import head_of
-from mlxspec.model.hub import Resolved, cache_of, find_local, learned_head, resolve
+from mlxspec.model.hub import Resolved, cache_of, find_local, learned_head, name_of, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.model.vision import has_tower
+from mlxspec.profiles import OF_THE_MODEL, profiles_of
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel
@@ -98,12 +99,30 @@ class ResolvedModel:
 def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
     names: list[str] = []
-    for settings in _configs(config):
+    for settings in map(with_table, _configs(config)):
         model = _split_name(settings.model)[1] or BUILT_IN
         names.append(model)
         with suppress(UnsupportedModel):  # bad files or cards are reported where they are used
             names += filter(None, [draft_of(model, on_disk(model, config), settings)])
     return names
+
+
+def served_names(config: Config) -> list[str]:
+    """The names of all models in the API, found without a download."""
+    return list(map(_served_name, _configs(config)))
+
+
+def _served_name(config: Config) -> str:
+    name, model = _split_name(config.model)
+    return config.name or name or name_of(model)
+
+
+def with_table(config: Config) -> Config:
+    """The settings with what the first model's table says of it; no tables remain."""
+    name = _served_name(config) if config.profiles else ""
+    found = next((table.values for table in config.profiles if table.name == name), {})
+    values = {key: found[key] for key in found.keys() & OF_THE_MODEL}
+    return replace(config, **values, profiles=())
 
 
 def on_disk(model: str, config: Config) -> Path | None:
@@ -116,6 +135,7 @@ def resolve_model(config: Config) -> ResolvedModel:
     """The first model of the settings. Downloads and converts what is missing. Raises
     UnsupportedModel."""
     cache, draft = cache_of(config), None
+    config = with_table(config)
     name, model = _split_name(config.model)
     target = resolve(model, cache, METAL)
     try:
@@ -173,6 +193,12 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
     for name in config.pin:
         if name not in models:
             raise ConfigError(f"pin = {name!r} is not a model; give some of {', '.join(models)}")
+    found = profiles_of(config.profiles, models)
+    for table in config.profiles:
+        if table.name in found:
+            log.info("%s: by default %s", table.name, found[table.name])
+        else:
+            log.warning("%s is of no model that is served", table.source)
     return list(models.values())
 
 

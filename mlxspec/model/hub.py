@@ -130,6 +130,18 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
     )
 
 
+def name_of(name: str) -> str:
+    """The name under which `resolve` would return the model, if it is there."""
+    name = name or BUILT_IN
+    if name in cards():
+        return name
+    if os.path.isdir(file := os.path.expanduser(name)):
+        return Path(file).resolve().name
+    if _is_hub_id(name):
+        return name
+    return next((model for model in installed() if Path(model).name == name), name)
+
+
 def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Path | None:
     """The directory of a model, or with `draft` a head, if `resolve` would not download it, else
     None.

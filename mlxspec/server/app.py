@@ -96,7 +96,7 @@ async def prometheus(http: HttpRequest) -> Response:
 
 async def models(http: HttpRequest) -> Response:
     """OpenAI's list and Anthropic's in one."""
-    data = list(map(_model, http.app.state.server.worker.models.values()))
+    data = list(map(_model, http.app.state.server.served.values()))
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
@@ -106,7 +106,7 @@ async def model(http: HttpRequest) -> Response:
     if not http.path_params["name"]:  # a slash too many
         return await models(http)
     name = state.resolve_name(http.path_params["name"])
-    return JSONResponse(_model(state.worker.models[name]))
+    return JSONResponse(_model(state.served[name]))
 
 
 def _model(served: Served) -> Json:
@@ -147,13 +147,13 @@ class Load(Body):
 async def load(http: HttpRequest, body: Load, model: TextModel) -> Response:
     """The model's object and the seconds it took, when the model is loaded or, for
     /v1/models/unload, its memory is free; 409 if it is pinned or stays busy."""
-    server, name, began = model.server, model.name, time.monotonic()
+    server, name, began = model.server, model.base, time.monotonic()
     if http.url.path.endswith("/unload"):
         await server.unload(name, body.force)
     else:
         await server.worker.load(name, body.pin)
     seconds = round(time.monotonic() - began, 3)
-    return JSONResponse({**_model(server.worker.models[name]), "seconds": seconds})
+    return JSONResponse({**_model(server.served[model.name]), "seconds": seconds})
 
 
 class Tokenize(Body, TemplateFields):

@@ -34,7 +34,7 @@ from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.images import read_images
 from mlxspec.server.state import ServerState, TextModel, while_connected
 from mlxspec.text.images import Images, marker_of
-from mlxspec.types import Busy, shown
+from mlxspec.types import BACKGROUND, MAX_PRIORITY, Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, counted by commas and brackets: no context has more tokens
 MAX_OBJECTS = 100_000  # at 10 µs each, and as many lists: each garbage collection visits all
@@ -89,6 +89,7 @@ class Strict(BaseModel):
         return {name: item for name, item in value.items() if item is not None}
 
 
+PRIORITY = "x-mlxspec-priority"
 IGNORED = "mlxspec.ignored"  # in a request's scope: unknown fields, and content left out
 MAX_NAMED = 32  # names in the header, and in a line of the log
 
@@ -108,6 +109,27 @@ class Body(Strict):
     @property
     def seen_images(self) -> Images:
         return self._images
+
+
+class Queued(Body):
+    """The body of a request that waits for the engine, the lowest `priority` first; None: the
+    endpoint's own."""
+
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    service_tier: str | None = None
+
+    def read_priority(self, header: str | None) -> None:
+        """Take from `service_tier`, or the header PRIORITY, what `priority` does not say. Raises
+        ApiError."""
+        if self.priority is not None:
+            return
+        if self.service_tier == "flex":
+            self.priority = BACKGROUND
+        elif header is not None:
+            if not re.fullmatch(r"-?\d{1,4}", header) or abs(int(header)) > MAX_PRIORITY:
+                why = f"send a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+                raise invalid_value(PRIORITY, header, why)
+            self.priority = int(header)
 
 
 StrictT = TypeVar("StrictT", bound=Strict)
@@ -210,7 +232,10 @@ async def _parsed(http: HttpRequest, kind: type[Body], size: Size) -> tuple[Body
         data = await state.on_text_thread(_decompressed, data, encoding.lower(), limit)
         size.add(len(data))
     work = partial(parse, kind, data, state.config.strict_content, size, takes_images=True)
-    return work() if len(data) < LARGE else await state.on_text_thread(work)
+    body, ignored = work() if len(data) < LARGE else await state.on_text_thread(work)
+    if isinstance(body, Queued):
+        body.read_priority(http.headers.get(PRIORITY))
+    return body, ignored
 
 
 def _reported(ignored: list[str]) -> list[str]:

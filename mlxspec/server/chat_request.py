@@ -43,6 +43,7 @@ CHARS_PER_TOKEN = 8  # on average; a longer prediction is truncated before it is
 
 # Fields of a body with the same name in `Sampling`; a body's `logprobs` is something else.
 SAMPLING_FIELDS = {setting.name for setting in fields(Sampling)} - {"logprobs"}
+LIMITS = set("max_tokens max_completion_tokens max_output_tokens num_predict n_predict".split())
 OBJECT = {"type": "object"}  # the schema of any JSON object
 
 
@@ -80,6 +81,7 @@ class ChatRequest:
 def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:
     """The engine request and choices for `chat`; on the text thread. The body has a `format` too.
     Raises RejectedRequest and ApiError."""
+    chat = _with_profile(model, chat)
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
     talk, prompt = render_prompt(model, chat)
     room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
@@ -160,8 +162,12 @@ def render_prompt(
     generation_prompt: bool = True,
 ) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
+    chat = _with_profile(model, chat)
     options = {name: value for name, value in chat.options.items() if value is not None}
     talk = conversation_of(chat.messages, chat.tools, options, history=model.history)
+    system = model.profile.system
+    if system and all(turn["role"] != "system" for turn in talk.messages):
+        talk.messages.insert(0, {"role": "system", "content": system})
     for turn in talk.messages:
         turn["content"] = put_texts(turn["content"], chat.images)
     talk = replace(talk, continued=chat.continued, images=chat.images)
@@ -176,6 +182,18 @@ def render_prompt(
         image_reader=model.images.reader if model.images else None,
     )
     return talk, prompt
+
+
+def _with_profile(model: TextModel, chat: ChatRequest) -> ChatRequest:
+    """The conversation with what the model's profile says of reasoning, unless the client does."""
+    if chat.budget is not None:
+        return chat
+    profile = model.profile
+    given = {"enable_thinking": profile.thinking, "reasoning_effort": profile.effort or None}
+    sent = {name: value for name, value in chat.options.items() if value is not None}
+    off = profile.thinking is False and "enable_thinking" not in sent
+    switch = template_reads(model.tokenizer, "enable_thinking")
+    return replace(chat, options={**given, **sent}, budget=0 if off and not switch else None)
 
 
 def prompt_length(model: TextModel, chat: ChatRequest) -> int:
@@ -211,7 +229,10 @@ def engine_request(
     and the model's defaults. Raises ApiError."""
     room, info, tokenizer = room_for(model, prompt, source), model.info, model.tokenizer
     settings = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-    values = {**asdict(model.defaults), "seed": secrets.randbits(63), **settings}
+    sent, profile = body.model_fields_set, model.profile
+    seed = None if "seed" in sent else profile.seed  # -1 was sent too
+    seed = secrets.randbits(63) if seed is None else seed
+    values = {**asdict(model.defaults), "seed": seed, **settings}
     bias = body.logit_bias or {}
     check_ids(model, bias, "logit_bias")
     values["logit_bias"] = tuple(bias.items())
@@ -228,12 +249,13 @@ def engine_request(
     return Request(
         id=id,
         prompt=tuple(prompt),
-        max_tokens=min(room, body.limit or room),
+        max_tokens=min(room, (body.limit if sent & LIMITS else profile.max_tokens) or room),
         sampling=Sampling(**values),
         stop_tokens=frozenset({*ends, *body.stop_token_ids}),
         n=body.n,
         prediction=tuple(predicted),
-        model=model.name,
+        model=model.base,
+        priority=body.priority or 0,
     )
 
 

@@ -7,6 +7,7 @@ Rule: one request's inputs take half of the sequence slots, so that answers can 
 import asyncio
 import base64
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from mlxspec.server.openai.schema import Embeddings, OneEmbedding
 from mlxspec.server.state import TextModel
 from mlxspec.server.stream import failure
 from mlxspec.text.messages import as_list
-from mlxspec.types import Busy, Pooling, Request
+from mlxspec.types import BACKGROUND, Busy, Pooling, Request
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
@@ -56,9 +57,12 @@ async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
     RejectedRequest, Busy and Dead."""
     server, dimensions = model.server, body.dimensions
     worker, batch_size = server.worker, max(1, server.config.max_sequences // 2)
+    priority = BACKGROUND if body.priority is None else body.priority
     requests = []
     for i, prompt in enumerate(as_list(body.input)):
-        requests.append(await server.on_text_thread(_request, model, prompt, body.place.format(i)))
+        field = body.place.format(i)
+        request = await server.on_text_thread(_request, model, prompt, field)
+        requests.append(replace(request, priority=priority))
     vectors: dict[str, Any] = {}  # by request
     while batch := requests[len(vectors) :][:batch_size]:
         try:
@@ -92,13 +96,13 @@ def _request(model: TextModel, prompt: str | list[int], field: str) -> Request:
     ids = encode_prompt(model, prompt, field=field) if isinstance(prompt, str) else prompt
     room_for(model, ids, field)
     id, pooling = f"embd-{secrets.token_hex(12)}", _pooling(model)
-    return Request(id, tuple(ids), 1, model=model.name, pooling=pooling)
+    return Request(id, tuple(ids), 1, model=model.base, pooling=pooling)
 
 
 def _pooling(model: TextModel) -> Pooling:
     """The pooling in the model's sentence-transformers files, its last token without them. Raises
     ApiError for a pooling that is not supported."""
-    path = model.server.paths[model.name]
+    path = model.server.paths[model.base]
     config = read_json(path / "1_Pooling" / "config.json")
     if not config:
         return "last"

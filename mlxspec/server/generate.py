@@ -86,7 +86,7 @@ class Observer:
             for choice in self.choices:
                 seen = choice.request.images  # which the recorder does not keep
                 if server.recorder and not seen and choice.finish in ("stop", "length"):
-                    server.recorder.add(name, choice.request.prompt, choice.ids)
+                    server.recorder.add(self.model.base, choice.request.prompt, choice.ids)
             # In alphabetical order, so that failures come first.
             outcomes = sorted({choice.finish or "gone" for choice in self.choices})
             if failed:  # the response could not be written
@@ -94,7 +94,8 @@ class Observer:
             usage, outcome = self.usage(), ",".join(outcomes)
             server.finished.appendleft(self.row(outcome))
             server.metrics.duration.labels(name, outcomes[0]).observe(usage.seconds)
-            log.info("%s: %s, %s", self.id, _summary(usage), outcome)
+            profile = "" if name == self.model.base else f"{name}, "
+            log.info("%s: %s%s, %s", self.id, profile, _summary(usage), outcome)
 
     def record_time(self, choice: Choice, output: Output) -> None:
         """Record the time of an output's tokens, which came together."""

@@ -202,14 +202,14 @@ async def version(http: HttpRequest) -> Response:
 async def models(http: HttpRequest) -> Response:
     """The served models; of /api/ps, those that are loaded."""
     entries = []
-    for served in http.app.state.server.worker.models.values():
+    for served in http.app.state.server.served.values():
         if served.status == "loaded" or http.url.path != "/api/ps":
             entries.append(_model(served.info))
     return JSONResponse({"models": entries})
 
 
 def _model(info: ModelInfo) -> Json:
-    name = f"{info.name}:latest"
+    name = info.name if ":" in info.name else f"{info.name}:latest"
     return {
         "name": name,
         "model": name,
@@ -238,7 +238,8 @@ async def show(http: HttpRequest, body: Chat, model: TextModel) -> Response:
         capabilities.append("thinking")
     if model.info.sees:
         capabilities.append("vision")
-    return JSONResponse({**_model(model.info), "capabilities": capabilities})
+    described = _model(model.server.served[model.name].info)
+    return JSONResponse({**described, "capabilities": capabilities})
 
 
 async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | Generation:
@@ -257,9 +258,9 @@ async def answer(http: HttpRequest, body: Chat, model: TextModel) -> Response | 
         keep = str((body.model_extra or {}).get("keep_alive"))
         action = "unload" if re.fullmatch(r"0+(\.0*)?[a-zµ]*", keep) else "load"
         if action == "unload":
-            await model.server.unload(model.name)
+            await model.server.unload(model.base)
         else:  # a negative time pins it
-            await model.server.worker.load(model.name, keep.startswith("-") or None)
+            await model.server.worker.load(model.base, keep.startswith("-") or None)
         return JSONResponse(writer.line(Piece()) | {"done": True, "done_reason": action})
     source = "messages" if chats else "prompt"
     variable = "reasoning_effort" if isinstance(body.think, str) else "enable_thinking"

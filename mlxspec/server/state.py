@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.files import read_json, stamp
 from mlxspec.metrics import Metrics
+from mlxspec.profiles import Profile, profiles_of
 from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
@@ -47,8 +48,9 @@ Figures = Json  # figures of one generation, made by an Observer
 
 @dataclass
 class TextModel:
-    """The text side of one served model, whether or not its weights are loaded. `defaults` are its
-    sampling settings. Only the text thread uses `history` and `grammars`."""
+    """The text side of one served model, whether or not its weights are loaded, or of a `profile`
+    of it. `defaults` are its sampling settings. Only the text thread uses `history` and
+    `grammars`."""
 
     server: "ServerState"
     name: str
@@ -58,10 +60,16 @@ class TextModel:
     files: str  # the `stamp` of its files
     history: History = field(default_factory=History)
     images: ImageCache | None = None  # of a model that may see
+    profile: Profile = field(default_factory=Profile)
+
+    @property
+    def base(self) -> str:
+        """The engine's name of the model."""
+        return self.profile.base or self.name
 
     @property
     def served(self) -> Served:
-        return self.server.worker.models[self.name]
+        return self.server.worker.models[self.base]
 
     @property
     def info(self) -> ModelInfo:
@@ -88,6 +96,20 @@ class ServerState:
     imaging: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"))
     fetching: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fetch"))
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
+
+    def __post_init__(self) -> None:
+        self.profiles = profiles_of(self.config.profiles, self.paths)
+
+    @property
+    def served(self) -> Mapping[str, Served]:
+        """All models by name, the default first, each followed by its profiles."""
+        found = {}
+        for name, model in self.worker.models.items():
+            found[name] = model
+            for own, profile in self.profiles.items():
+                if profile.base == name:
+                    found[own] = replace(model, info=replace(model.info, name=own))
+        return found
 
     def unwell(self) -> str:
         """Why the server is unhealthy, "" if it is healthy."""
@@ -147,7 +169,7 @@ class ServerState:
     def resolve_name(self, name: str | None) -> str:
         """The name of the served model with this name, directory or hub id. Names built into agents
         mean the default model. Raises ApiError 404."""
-        served = self.worker.models
+        served = self.served
         if name and name not in served:
             name = name.removesuffix(":latest")  # Ollama's clients add that
         if name in served:
@@ -166,7 +188,9 @@ class ServerState:
     async def model(self, name: str | None) -> TextModel:
         """The model that `name` means. Raises ApiError 404 for an unknown name, UserError when its
         tokenizer cannot be loaded."""
-        name = self.resolve_name(name)
+        own = self.resolve_name(name)
+        profile = self.profiles.get(own)
+        name = profile.base if profile else own
         model = self.models.get(name)
         # Another model may have been put into its directory since it was unloaded.
         if model and self.worker.models[name].status == "unloaded":
@@ -174,7 +198,11 @@ class ServerState:
                 del self.models[name]
         if name not in self.models:
             await self.on_text_thread(self.open, name)
-        return self.models[name]
+        model = self.models[name]
+        if profile:
+            defaults = profile.over(model.defaults)
+            return replace(model, name=own, defaults=defaults, profile=profile)
+        return model
 
     def open(self, name: str, tokenizer: Tokenizer | None = None) -> None:
         """Add the model, loading its tokenizer unless it is given. Raises UserError."""

@@ -190,3 +190,24 @@ def test_safe_mode_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     now = Status("http://127.0.0.1:9", "idle", "running", note="safe mode")
     monkeypatch.setattr("mlxspec.commands.doctor.get_status", lambda *_: now)
     assert "safe mode" in report(str(model))[2]
+
+
+def test_tables_of_models(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    monkeypatch.setenv("MLXSPEC_CONFIG", str(file))
+    tables = '[models."model:code"]\ntemperature = 0.2\nsystem = "secret"\n'
+    file.write_text(f"{tables}[models.other]\nseed = 1\n")
+    code, texts, _ = report(str(model))
+    assert code == 0 and texts["profile"] == [
+        "model:code: temperature 0.2, system of 6 characters",
+        f'{file}: [models."other"] is of no model of these settings',
+    ]
+    assert report("other/model")[1]["profile"][0].endswith("is of no model of these settings")
+    file.write_text(f'model = "{model}"\n{tables}[models."model:long"]\ncontext = 9\n')
+    code, texts, broken = report()
+    assert code == 1 and f'{file}: [models."model:long"]: context = 9 is not allowed' in broken
+    assert texts["kernels"], "the other checks go on"
+    file.write_text(f"{tables}top = 1\n")
+    assert "there is no setting 'top'" in report(str(model))[2]

@@ -266,3 +266,16 @@ def test_weights_are_found_by_the_names_that_heads_have(model: Path, tmp_path: P
 def test_an_unknown_model() -> None:
     done = CliRunner().invoke(cli.app, ["pull", "nonsense"])
     assert "no model 'nonsense'" in str(done.exception)
+
+
+def test_profiles(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f'model = "q={model}"\n[models.q]\nseed = 1\n[models."q:a"]\ntop_p = 0.5\n')
+    monkeypatch.setenv("MLXSPEC_CONFIG", str(file))
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    done = CliRunner().invoke(cli.app, ["models", "--json"])
+    found = [one for one in json.loads(done.stdout) if one["kind"] == "profile"]
+    defaults = {one["name"]: one["defaults"] for one in found}
+    assert defaults == {"q": "seed 1", "q:a": "top_p 0.5, seed 1"}
+    shown = CliRunner().invoke(cli.app, ["models"]).stdout
+    assert "top_p 0.5, seed 1" in shown and "q:a" in shown

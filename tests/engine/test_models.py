@@ -23,7 +23,16 @@ from mlxspec.engine import models as module
 from mlxspec.engine.models import RETRY_S, LoadCommand, ModelManager, ModelSlot
 from mlxspec.engine.worker import Worker
 from mlxspec.load.loader import load_engine
-from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
+from mlxspec.types import (
+    BACKGROUND,
+    Dead,
+    ModelInfo,
+    OutOfMemory,
+    Output,
+    Request,
+    Stats,
+    UserError,
+)
 from tests.support import tiny
 
 KINDS = {"a": "qwen3", "b": "llama", "c": "qwen3_moe"}
@@ -394,6 +403,10 @@ class Paper:
         return bool(self.queue)
 
     @property
+    def priority(self) -> int:
+        return min((request.priority for request, _ in self.queue), default=0)
+
+    @property
     def active(self) -> bool:
         return self.busy
 
@@ -446,6 +459,18 @@ def test_busy_models_step_in_turn() -> None:
     )
 
 
+def test_a_model_with_background_work_alone_does_every_ninth_step() -> None:
+    made, steps = paper(3)
+    for model, n, priority in (("a", 27, 0), ("b", 6, BACKGROUND), ("c", 9, 0)):
+        request = replace(tiny.request(model, [1], n), priority=priority)
+        made.submit(replace(request, model=model))
+    while made.busy:
+        made.step()
+    assert steps.count("b") == 6
+    *gaps, after = [len(gap) for gap in "".join(steps).split("b")]
+    assert gaps[1:4] == [8] * 3 and sum(gaps) == 27 + 9 and not after
+
+
 ORDERS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.sampled_from("abc"), st.integers(1, 6)),
@@ -484,7 +509,8 @@ def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> N
         for kind, model, n in orders:
             if kind == "ask":
                 asked[f"r{len(asked)}"] = model
-                note(made.submit(replace(tiny.request(f"r{len(asked) - 1}", [1], n), model=model)))
+                request = tiny.request(f"r{len(asked) - 1}", [1], n)
+                note(made.submit(replace(request, model=model, priority=BACKGROUND * (n % 2))))
             elif kind == "abort":
                 note(made.abort(f"r{n}"))
             elif kind == "step":

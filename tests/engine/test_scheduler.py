@@ -6,7 +6,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.cache.blocks import BlockPool
@@ -98,6 +98,8 @@ class Mock:
             self.commit(*done)
         self.s.check()
         tiny.check_sequences(self.s)
+        for some in (self.s.waiting, self.s.running):
+            assert some == sorted(some, key=lambda s: (s.priority, s.order))
 
     def known(self, seq: Seq) -> list[int]:
         """What is known of it when the step in flight is read."""
@@ -362,10 +364,11 @@ def test_a_prompt_without_room_for_an_answer_is_refused() -> None:
     assert len(m.tokens("r")) == 4, "what the context has room for"
 
 
-@settings(max_examples=250)
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_random_lives(data: st.DataObject) -> None:
-    """Arrivals, cancels, tiny pools, any budget, windows, states, with and without a lying drafter:
+def test_random_lives(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    """Arrivals, cancels, tiny pools, any budget, windows, states, priorities, with and without a
+    lying drafter:
     every survivor says what it must, `check()` holds after every operation, and nothing leaks."""
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     blocks, budget, sequences = (
@@ -375,6 +378,8 @@ def test_random_lives(data: st.DataObject) -> None:
     )
     windows = rng.choice([(), (), (3,), (1, 6), (10,)])
     states = rng.choice([0, 0, 1, 5, 100])
+    priorities = rng.choice([(0,), (0, 100), (-1000, 0, 3, 1000)])
+    monkeypatch.setattr("mlxspec.sequences.MAX_PASSED", rng.choice([1, 5, 64]))
     m = Mock(
         blocks,
         budget=budget,
@@ -393,6 +398,7 @@ def test_random_lives(data: st.DataObject) -> None:
         if rng.random() < 0.4:
             prompt = tuple(rng.randrange(2) for _ in range(rng.randint(1, 20)))
             r = Request(f"r{i}", prompt, rng.randint(1, 12), n=rng.choice([1, 1, 3]))
+            r = replace(r, priority=rng.choice(priorities))
             m.s.add(r)
             alive[r.id] = r
         if alive and rng.random() < 0.1:

@@ -4,12 +4,13 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.worker import Worker
-from mlxspec.types import Busy, Dead, ModelInfo, Output, UserError
+from mlxspec.types import BACKGROUND, Busy, Dead, ModelInfo, Output, Request, UserError
 from tests.support import tiny
 
 INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 0, 0, 0)
@@ -148,6 +149,25 @@ def test_a_full_queue_is_refused_with_a_time(worker: Worker) -> None:
     wait, done, again = asyncio.run(main())
     assert 1 <= wait <= 60
     assert all(d[-1].finish == "length" for d in done) and again[-1].finish == "length"
+
+
+def test_the_background_leaves_places_for_others(worker: Worker) -> None:
+    """A queue full of it refuses nobody who waits for an answer; an empty one takes any of it."""
+
+    def background(name: str, choices: int = 1) -> Request:
+        return replace(tiny.request(name, [1], 30, choices=choices), priority=BACKGROUND)
+
+    async def main():
+        streams = [worker.submit(background("large", 9))]
+        with pytest.raises(Busy):
+            worker.submit(background("more"))
+        for i in range(3):
+            streams.append(worker.submit(tiny.request(f"r{i}", [1], 30)))
+        with pytest.raises(Busy):
+            worker.submit(tiny.request("more", [1], 30))
+        return await asyncio.gather(*map(collect, streams))
+
+    assert all(o[-1].finish == "length" for o in asyncio.run(main()))
 
 
 def test_requests_are_queued_together_or_not_at_all(worker: Worker) -> None:

@@ -92,6 +92,12 @@ WRONG = [
     ("seed", 1.5),
     ("seed", "7"),
     ("seed", 2**63),
+    ("priority", 1001),
+    ("priority", -1001),
+    ("priority", "5"),
+    ("priority", 1.5),
+    ("priority", True),
+    ("service_tier", 5),
     ("prediction", "text"),
     ("prediction", {}),
     ("prediction", []),
@@ -237,6 +243,8 @@ TELLING: dict[str, Any] = {
     "seed": 5,
     "prediction": {"type": "content", "content": "you"},
     "loop_guard": False,
+    "priority": -3,
+    "service_tier": "flex",
     "messages": [{"role": "user", "content": "you"}],
     "prompt": "you",
     "logprobs": {"chat": True, "completions": 1},
@@ -303,7 +311,16 @@ async def seen(
     s: Server = server(tokenizer, model_dir, says=(says,))
     answer = await s.post("/v1/chat/completions" if kind is Chat else "/v1/completions", body)
     engine = [
-        (r.prompt, r.max_tokens, r.sampling, r.stop_tokens, r.n, r.prediction, forced(r))
+        (
+            r.prompt,
+            r.max_tokens,
+            r.sampling,
+            r.stop_tokens,
+            r.n,
+            r.prediction,
+            r.priority,
+            forced(r),
+        )
         for r in s.engine.submitted
     ]
     text = re.sub(r'"created":\d+', "", answer.body.decode())

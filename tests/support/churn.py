@@ -28,7 +28,7 @@ from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.load.loader import load_engine  # noqa: E402
 from mlxspec.model import meter  # noqa: E402
-from mlxspec.types import ModelInfo, Request, Sampling  # noqa: E402
+from mlxspec.types import BACKGROUND, ModelInfo, Request, Sampling  # noqa: E402
 from tests.support import tiny  # noqa: E402
 from tests.support.checkpoints import save  # noqa: E402
 
@@ -64,9 +64,9 @@ def asks() -> list[tuple[str, Request]]:
         prompt = (*rng.choice(starts)[:cut], *rest)
         sampling = Sampling(temperature=rng.choice([0.0, 0.8]), seed=i)
         n = rng.choice([1, 1, 1, 2])
-        found.append(
-            (rng.choice(KINDS), Request(f"a{i}", prompt, rng.randint(1, 40), sampling, n=n))
-        )
+        kind, most = rng.choice(KINDS), rng.randint(1, 40)
+        priority = rng.choice([0, 0, BACKGROUND, -5])
+        found.append((kind, Request(f"a{i}", prompt, most, sampling, n=n, priority=priority)))
     return found
 
 

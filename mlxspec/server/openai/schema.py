@@ -11,10 +11,10 @@ from mlxspec.server.body import (
     FIRST,
     MAX_STOPS,
     TEXT_PART,
-    Body,
     Count,
     Fraction,
     Items,
+    Queued,
     Stops,
     Strict,
     Token,
@@ -128,7 +128,7 @@ class Prediction(Strict):
     content: Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS), TEXT_PART]
 
 
-class Common(Body):
+class Common(Queued):
     """The fields of all endpoints that generate. `alternatives`, here and below, is the number of
     top log-probabilities for each token; None if none are wanted."""
 
@@ -318,7 +318,7 @@ class Infill(Fill):
         return None if self.n_predict < 0 else max(1, self.n_predict)
 
 
-class Embeddings(Body):
+class Embeddings(Queued):
     """`input` is like a completion's prompt. `place` is the name of one input in errors."""
 
     place: ClassVar[str] = "input[{}]"

@@ -19,7 +19,7 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
-from mlxspec.server import anthropic, embeddings, ollama, page
+from mlxspec.server import anthropic, embeddings, ollama, page, rerank
 from mlxspec.server.body import FIRST, Body, Items, Token, endpoint, report_ignored
 from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
@@ -210,6 +210,7 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "POST /v1/tokenize": endpoint(Tokenize, tokenize),
     "POST /v1/detokenize": endpoint(Detokenize, detokenize),
     **embeddings.ENDPOINTS,
+    **rerank.ENDPOINTS,
     **openai.ENDPOINTS,
     **anthropic.ENDPOINTS,
     **responses.ENDPOINTS,

@@ -7,6 +7,8 @@ Rule: one request's inputs take half of the sequence slots, so that answers can 
 import asyncio
 import base64
 import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +24,7 @@ from mlxspec.server.openai.schema import Embeddings, OneEmbedding
 from mlxspec.server.state import TextModel
 from mlxspec.server.stream import failure
 from mlxspec.text.messages import as_list
-from mlxspec.types import BACKGROUND, Busy, Pooling, Request
+from mlxspec.types import BACKGROUND, Busy, Output, Pooling, Request
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
@@ -56,39 +58,55 @@ async def embed(model: TextModel, body: Embeddings) -> tuple[list[Any], int]:
     tokens read. `dimensions` truncates them before they are normalized. Raises ApiError,
     RejectedRequest, Busy and Dead."""
     server, dimensions = model.server, body.dimensions
-    worker, batch_size = server.worker, max(1, server.config.max_sequences // 2)
-    priority = BACKGROUND if body.priority is None else body.priority
     requests = []
     for i, prompt in enumerate(as_list(body.input)):
         field = body.place.format(i)
-        request = await server.on_text_thread(_request, model, prompt, field)
-        requests.append(replace(request, priority=priority))
+        requests.append(await server.on_text_thread(_request, model, prompt, field))
     vectors: dict[str, Any] = {}  # by request
-    while batch := requests[len(vectors) :][:batch_size]:
+    async with aclosing(run_in_groups(model, requests, body.priority)) as outputs:
+        async for output in outputs:
+            width = len(output.embedding)
+            if dimensions and dimensions > width:
+                why = f"an embedding of {model.name} has {width}; send fewer"
+                raise invalid_value("dimensions", dimensions, why)
+            vector = output.embedding[:dimensions]
+            length = np.linalg.norm(vector.astype(float))  # float32 overflows
+            vectors[output.request] = vector / np.float32(length or 1)
+    tokens = sum(len(request.prompt) for request in requests)
+    log.info("%s: %d embeddings of %d tokens", model.name, len(vectors), tokens)
+    return [vectors[request.id] for request in requests], tokens
+
+
+async def run_in_groups(
+    model: TextModel,
+    requests: Sequence[Request],
+    priority: int | None,
+) -> AsyncGenerator[Output]:
+    """The only output of each request for one token, in the background unless `priority` says
+    otherwise. A group that finds no place waits, if one before it was answered. Raises ApiError,
+    Busy and Dead."""
+    server = model.server
+    worker, size = server.worker, max(1, server.config.max_sequences // 2)
+    priority = BACKGROUND if priority is None else priority
+    requests = [replace(request, priority=priority) for request in requests]
+    done = 0
+    while batch := requests[done : done + size]:
         try:
             outputs = worker.submit(*batch)
         except Busy as error:
-            if not vectors:
+            if not done:
                 raise
-            await asyncio.sleep(error.retry_after)  # keep the vectors so far
+            await asyncio.sleep(error.retry_after)  # keep what came so far
             continue
         try:
             async for output in outputs:
                 if output.finish != "length":
                     raise failure(output)
-                width = len(output.embedding)
-                if dimensions and dimensions > width:
-                    why = f"an embedding of {model.name} has {width}; send fewer"
-                    raise invalid_value("dimensions", dimensions, why)
-                vector = output.embedding[:dimensions]
-                length = np.linalg.norm(vector.astype(float))  # float32 overflows
-                vectors[output.request] = vector / np.float32(length or 1)
+                yield output
         finally:
             for request in batch:  # after an error, or when the client has left
                 worker.abort(request.id)
-    tokens = sum(len(request.prompt) for request in requests)
-    log.info("%s: %d embeddings of %d tokens", model.name, len(vectors), tokens)
-    return [vectors[request.id] for request in requests], tokens
+        done += len(batch)
 
 
 def _request(model: TextModel, prompt: str | list[int], field: str) -> Request:

@@ -1,0 +1,105 @@
+"""POST /v1/rerank, in the form of Jina and Cohere: how well documents answer a query, by a model
+that was trained to say so, as Qwen3-Reranker was: the chance of "yes" against "no" as its next
+token (arXiv 2506.05176).
+"""
+
+import math
+import secrets
+from contextlib import aclosing
+from typing import Annotated
+
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from mlxspec.server.body import FIRST, Count, Queued, Strict, endpoint
+from mlxspec.server.chat_request import encode_prompt, room_for
+from mlxspec.server.embeddings import run_in_groups
+from mlxspec.server.errors import HttpRequest, Json, invalid
+from mlxspec.server.state import TextModel
+from mlxspec.text.chat import encode
+from mlxspec.types import MAX_TOP_LOGPROBS, Logprob, Request, Sampling
+
+MAX_DOCUMENTS = 2048
+TASK = "Given a web search query, retrieve relevant passages that answer the query"
+# What the model was trained on: before, between and after what the client sends.
+HEAD = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
+    ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+PAIR = "<Instruct>: {task}\n<Query>: {query}\n<Document>: {text}"
+TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class Document(Strict):
+    text: str
+
+
+class Rerank(Queued):
+    query: str
+    documents: Annotated[
+        list[str | Document],
+        FIRST,
+        Field(min_length=1, max_length=MAX_DOCUMENTS),
+    ]
+    top_n: Count | None = None
+    return_documents: bool = False
+    instruction: str = TASK
+
+
+async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
+    """The documents, the most relevant first, with a score from 0 to 1. Raises ApiError,
+    RejectedRequest, Busy and Dead."""
+    names = (model.name, model.server.paths[model.base].name)
+    if not any("rerank" in name.lower() for name in names):
+        why = f"{model.name} is no reranker by its name; serve one, such as Qwen3-Reranker"
+        raise invalid("model", why)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    requests = []
+    for i, text in enumerate(texts):
+        pair = PAIR.format(task=body.instruction, query=body.query, text=text)
+        made = await model.server.on_text_thread(_request, model, pair, f"documents[{i}]")
+        requests.append(made)
+    yes, no = await model.server.on_text_thread(_answers, model)
+    scores: dict[str, float] = {}
+    async with aclosing(run_in_groups(model, requests, body.priority)) as outputs:
+        async for output in outputs:
+            scores[output.request] = _score(output.logprobs[0], yes, no)
+    results: list[Json] = []
+    for i, (request, text) in enumerate(zip(requests, texts, strict=True)):
+        shown = {"document": {"text": text}} if body.return_documents else {}
+        results.append({"index": i, "relevance_score": scores[request.id], **shown})
+    results.sort(key=lambda each: -each["relevance_score"])
+    tokens = sum(len(request.prompt) for request in requests)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    head = {"id": f"rerank-{secrets.token_hex(12)}", "model": model.name}
+    return JSONResponse({**head, "results": results[: body.top_n], "usage": usage})
+
+
+def _answers(model: TextModel) -> list[int]:
+    return [encode(model.tokenizer, word, special=False)[-1] for word in ("yes", "no")]
+
+
+def _request(model: TextModel, pair: str, field: str) -> Request:
+    """For the alternatives of one token. What the client sent has no control tokens. Raises
+    RejectedRequest and ApiError."""
+    parts = [(HEAD, True), (pair, False), (TAIL, True)]
+    ids = [t for text, special in parts for t in encode_prompt(model, text, special, field)]
+    room_for(model, ids, field)
+    sampling = Sampling(temperature=0.0, logprobs=MAX_TOP_LOGPROBS)
+    id = f"rank-{secrets.token_hex(12)}"
+    return Request(id, tuple(ids), 1, sampling=sampling, model=model.base)
+
+
+def _score(found: Logprob, yes: int, no: int) -> float:
+    """The chance of `yes` where it is that or `no`. What is no alternative is as likely as the last
+    one."""
+    chances = dict(found.top)
+    last = min(chances.values())
+    return 1 / (1 + math.exp(min(700.0, chances.get(no, last) - chances.get(yes, last))))
+
+
+ENDPOINTS: Json = {
+    "POST /v1/rerank": endpoint(Rerank, rerank),
+    "POST /v2/rerank": endpoint(Rerank, rerank),
+}

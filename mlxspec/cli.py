@@ -26,6 +26,7 @@ from mlxspec.commands.options import (
     server_of,
     with_settings,
 )
+from mlxspec.commands.run import run
 from mlxspec.commands.service import menubar, service, status
 from mlxspec.config import load
 from mlxspec.service import crashes
@@ -86,6 +87,7 @@ def serve(**flags: str | list[str] | None) -> None:
     serve_model(config)
 
 
+app.command()(run)
 app.command()(chat)
 
 

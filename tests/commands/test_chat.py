@@ -1,12 +1,18 @@
 """The terminal chat, as its own process, against a small real server on a socket."""
 
+import fcntl
 import json
 import os
 import pty
+import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")  # that control a terminal
 
 Answer = Callable[["Peer", dict[str, Any]], None]
 
@@ -221,25 +229,77 @@ def test_a_model_cannot_steer_the_terminal() -> None:
         assert chat(server.url, "x\n").stdout == "a[2Jbc\td\n"
 
 
+class Terminal:
+    """A chat at a terminal of 80 columns, which remembers what it showed."""
+
+    def __init__(self, home: Path, *words: str, term: str = "xterm-256color") -> None:
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        env = {**os.environ, "HOME": str(home), "TERM": term, "MLXSPEC_CACHE_DIR": str(home)}
+        env |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlxspec", *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            cwd=home,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.raw = self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """What was shown up to this text, without codes; what follows is for the next call."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            ready = select.select([self.ours], [], [], max(0.0, end - time.monotonic()))[0]
+            assert ready, f"{text!r} is not in {self.seen!r}"
+            try:
+                data = os.read(self.ours, 1 << 16).decode(errors="replace")
+            except OSError:
+                data = ""
+            assert data, f"ended without {text!r}: {self.seen!r}"
+            self.raw += data
+            self.seen += CODES.sub("", data).replace("\r", "")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+    def end(self) -> int:
+        """Ctrl-D at the prompt; the exit status."""
+        self.type("\x04")
+        try:
+            while os.read(self.ours, 1 << 16):
+                pass
+        except OSError:
+            pass
+        return self.process.wait(60)
+
+
+@contextmanager
+def terminal(home: Path, *words: str, term: str = "xterm-256color") -> Iterator[Terminal]:
+    made = Terminal(home, *words, term=term)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+        os.close(made.ours)
+
+
 def test_at_a_terminal_a_failure_is_not_the_end(tmp_path: Path) -> None:
     def second_works(peer: Peer, body: dict[str, Any]) -> None:
         return echo(peer, body) if len(server.bodies) == 2 else refuse(peer, body)
 
-    ours, theirs = pty.openpty()
-    with serving(second_works) as server, open(ours, "wb", buffering=0) as keyboard:
-        environ = {**os.environ, "HOME": str(tmp_path), "TERM": "dumb"}
-        process = subprocess.Popen(
-            command(server.url),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        os.close(theirs)
-        keyboard.write(b"one\ntwo\n/exit\n")
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert err.startswith(f"tiny at {server.url}. /exit or Ctrl-D ends the chat")
-    assert "error: the server answered 401: wrong API key; give --api-key" in err
+    with serving(second_works) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+        assert "/help lists the commands" in t.wait_for("> ")
+        t.type("one\n")
+        told = t.wait_for("> ")
+        assert "error: the server answered 401: wrong API key; give --api-key" in told
+        t.type("two\n")
+        assert "You said two." in t.wait_for("> ")
+        assert t.end() == 0
     assert contents(server.bodies[1]) == ["two"]

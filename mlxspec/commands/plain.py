@@ -1,0 +1,53 @@
+"""What the chat writes where stdout is no terminal: the answers alone; everything else goes to
+stderr."""
+
+import sys
+import unicodedata
+from types import TracebackType
+
+
+class Plain:
+    """One answer as it comes, while its block is entered: answers to stdout, reasoning to
+    stderr."""
+
+    def __init__(self) -> None:
+        self.kind = ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.kind == "content":
+            print(flush=True)
+
+    def progress(self, text: str) -> None:
+        """Nothing: what the server does is for terminals."""
+
+    def write(self, kind: str, text: str) -> None:
+        """Write more of the answer, or of its reasoning."""
+        if kind == "reasoning":
+            note(dim(text), end="")
+        else:
+            if self.kind == "reasoning":
+                note("\n")
+            print(plain(text), end="", flush=True)
+        self.kind = kind
+
+
+def plain(text: str) -> str:
+    """The text without control characters: a model must not control the terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def dim(text: str) -> str:
+    """The text without control characters, in grey on a terminal."""
+    return f"\x1b[2m{plain(text)}\x1b[0m" if sys.stderr.isatty() else plain(text)
+
+
+def note(text: str, end: str = "\n") -> None:
+    """Write to stderr."""
+    print(text, file=sys.stderr, flush=True, end=end)

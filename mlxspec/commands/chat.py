@@ -26,16 +26,16 @@ from mlxspec.config import load
 from mlxspec.types import Json, printable
 
 HINT = "/help lists the commands; Ctrl-D or /exit ends the chat, Ctrl-C stops an answer"
-HELP = '''/model [NAME]        the served models, or go on with that one
-/system [TEXT]       the system message, or a new one; "" for none
-/set [NAME [VALUE]]  the fields of the next requests: one (temperature 0.2), or without a value: the
-                     model's own again
-/image FILE          add an image to the next message
-/save [FILE]         write the conversation, as Markdown, or as JSON where the name ends in .json
+HELP = '''/model [NAME]        show the served models, or go on with that one
+/system [TEXT]       show the system message, or set it; "" is none
+/set [NAME [VALUE]]  show or set fields of the requests, such as temperature
+                     0.2; without VALUE the model's own is used again
+/image FILE          send an image with the next message
+/save [FILE]         write the conversation: Markdown, or JSON for .json
 /reset               start a new conversation
 /exit                end the chat, as Ctrl-D does
-""" begins and ends a message of several lines; a paste is one message. Begin with a blank to send
-a / as it is.'''
+""" begins and ends a message of several lines; a paste is one message. A
+message that begins with / needs a blank before it.'''
 COMMANDS = ("/help", *(line.split()[0] for line in HELP.splitlines() if line.startswith("/")))
 # Of the API's fields those that make sense here.
 FIELDS = (

@@ -80,8 +80,8 @@ class Screen:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._print(self.rest)
-        self.rest = ""
+        rest, self.rest = self.rest, ""
+        self._print(rest)
         self.live.stop()
 
     def progress(self, text: str) -> None:
@@ -91,8 +91,9 @@ class Screen:
     def write(self, kind: str, text: str) -> None:
         """Show more of the answer, or of its reasoning."""
         if kind != self.kind:
-            self._print(self.rest)
-            self.kind, self.rest, self.before = kind, "", ""
+            rest, self.rest = self.rest, ""
+            self._print(rest)
+            self.kind, self.before = kind, ""
             self.console.print()
         self.rest += plain(text)
         done, self.rest = self._split(self.rest)

@@ -3,6 +3,8 @@ stderr."""
 
 import sys
 import unicodedata
+from shutil import get_terminal_size
+from textwrap import fill
 from types import TracebackType
 
 
@@ -49,5 +51,9 @@ def dim(text: str) -> str:
 
 
 def note(text: str, end: str = "\n") -> None:
-    """Write to stderr."""
+    """Write to stderr; on a terminal lines are broken between words."""
+    if end and sys.stderr.isatty():
+        width = get_terminal_size().columns
+        lines = (fill(line, width, replace_whitespace=False) for line in text.split("\n"))
+        text = "\n".join(lines)
     print(text, file=sys.stderr, flush=True, end=end)

@@ -50,8 +50,9 @@ def turn_away(listener: socket.socket, message: str, code: str = "") -> None:
                 kind = "text/html; charset=utf-8"
                 body = PAGE.format(RETRY_S, html.escape(message)).encode()
             head = (
-                f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {kind}\r\nServer: mlxspec\r\n"
-                f"Retry-After: {RETRY_S}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+                f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {kind}\r\n"
+                f"Content-Length: {len(body)}\r\nServer: mlxspec\r\n"
+                f"Retry-After: {RETRY_S}\r\nConnection: close\r\n\r\n"
             )
             client.sendall(head.encode() + body)
             client.shutdown(socket.SHUT_WR)

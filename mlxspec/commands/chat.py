@@ -54,6 +54,7 @@ FIELDS = (
     "chat_template_kwargs",
     "response_format",
 )
+LEAST_S = 0.1  # of an answer whose speed is told
 HISTORY = "chat-history"  # in the cache directory
 
 System = Annotated[
@@ -266,7 +267,7 @@ class Chat:
     def _summary(self, answer: "Answer") -> str:
         """What an answer took, and why it was cut."""
         parts = []
-        if answer.seconds and answer.tokens > 1:
+        if answer.seconds > LEAST_S:
             rate = (answer.tokens - 1) / answer.seconds
             parts.append(f"{answer.tokens} tokens, {rate:.1f} tokens/s")
         if answer.tokens and self.context:

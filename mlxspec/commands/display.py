@@ -6,8 +6,6 @@ at most a screen is shown. Nothing that a model writes controls the terminal.
 """
 
 import re
-from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -62,6 +60,7 @@ class Screen:
         self.console = Console(highlight=False)
         self.state = Spinner("dots", Text("waiting", "dim"))
         self.kind = self.rest = self.before = ""
+        self.cut = False
         self.live = Live(
             self,
             console=self.console,
@@ -74,12 +73,7 @@ class Screen:
     def __enter__(self) -> None:
         self.live.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         rest, self.rest = self.rest, ""
         self._print(rest)
         self.live.stop()
@@ -96,8 +90,11 @@ class Screen:
             self.kind, self.before = kind, ""
             self.console.print()
         self.rest += plain(text)
-        done, self.rest = self._split(self.rest)
+        split = split_lines if kind == "reasoning" else split_blocks
+        before, (done, self.rest) = len(self.rest), split(self.rest)
         self._print(done)
+        if done:  # a part of a block goes on without an empty line
+            self.cut = before > MOST
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The last lines of what is not finished."""
@@ -110,21 +107,16 @@ class Screen:
                 yield from line
                 yield Segment.line()
 
-    @property
-    def _split(self) -> Callable[[str], tuple[str, str]]:
-        return split_lines if self.kind == "reasoning" else split_blocks
-
     def _drawn(self, text: str) -> RenderableType:
         return Text(text.strip("\n"), "dim") if self.kind == "reasoning" else Page(text)
 
     def _print(self, text: str) -> None:
-        if not text.strip():
-            return
-        goes_on = self.kind == "reasoning" or _is_joined(self.before, text)
-        if self.before and not goes_on:
-            self.console.print()
-        self.console.print(self._drawn(text))
-        self.before = text
+        if text.strip():
+            listed = ITEM.match(self.before) and ITEM.match(text)
+            if self.before and self.kind == "content" and not (listed or self.cut):
+                self.console.print()
+            self.console.print(self._drawn(text))
+            self.before = text
 
 
 def split_lines(text: str) -> tuple[str, str]:
@@ -136,40 +128,26 @@ def split_lines(text: str) -> tuple[str, str]:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """What Markdown's later lines no longer change, and the rest. A code block of more than MOST
-    characters is closed and opened again between two lines."""
+    """What Markdown's later lines no longer change, and the rest. A block of more than MOST
+    characters is cut between two lines; a code block is closed there and opened again."""
     at = end = 0
     fence = opening = ""
     blank = False
     for line in text.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            if blank and not line[0].isspace():
-                end = at
-            break
         found = FENCE.match(line)
-        if fence:
-            if found and found[2].startswith(fence) and not found[3].strip():
-                fence = ""
-                if not found[1]:
-                    end = at + len(line)
-        elif found:
-            fence, opening = found[2], line
-            if not found[1]:
-                end = at
-        elif blank and not line[0].isspace():
+        if not fence and not line[0].isspace() and (blank or found):
             end = at
-        blank = not line.strip()
+        if not line.endswith("\n"):
+            break
         at += len(line)
-    if not end and len(text) > MOST:
-        if fence and at > len(opening):
-            return f"{text[:at]}{fence}\n", opening + text[at:]
-        return split_lines(text[: at or None])[0], text[at:] if at else split_lines(text)[1]
-    return text[:end], text[end:]
-
-
-def _is_joined(before: str, text: str) -> bool:
-    """Whether no empty line goes between two parts: items of one list, parts of a code block."""
-    fences = FENCE.match(before), FENCE.match(text)
-    if all(fences):
-        return before.count("\n") > 0 and len(before) > MOST
-    return bool(ITEM.match(before) and ITEM.match(text))
+        blank = not line.strip()
+        if fence and found and found[2].startswith(fence) and not found[3].strip():
+            fence = ""
+            end = end if found[1] else at
+        elif found and not fence:
+            fence, opening = found[2], line
+    if end or len(text) <= MOST:
+        return text[:end], text[end:]
+    if fence and at > len(opening):
+        return f"{text[:at]}{fence}\n", opening + text[at:]
+    return split_lines(text)

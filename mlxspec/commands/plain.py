@@ -5,7 +5,6 @@ import sys
 import unicodedata
 from shutil import get_terminal_size
 from textwrap import fill
-from types import TracebackType
 
 
 class Plain:
@@ -17,12 +16,7 @@ class Plain:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.kind == "content":
             print(flush=True)
 

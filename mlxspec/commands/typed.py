@@ -110,12 +110,13 @@ def _edit(readline: Any, history: "_History", words: Iterable[str]) -> bool:
 
 
 class _History:
-    """The last messages, each a JSON text in a line of `file`."""
+    """The last messages, each a JSON text in a line of `file`; `last` is the newest."""
+
+    readline: Any = None
 
     def __init__(self, file: Path) -> None:
-        self.file, self.readline = file, None
-
-    readline: Any
+        self.file = file
+        self.last = ""
 
     def read(self) -> list[str]:
         """The last messages; cuts the file where it has grown to twice as many."""
@@ -125,10 +126,15 @@ class _History:
             if len(lines) > 2 * REMEMBERED:
                 self._write(lines[-REMEMBERED:], os.O_TRUNC)
             for line in lines[-REMEMBERED:]:
-                texts.append(str(json.loads(line)))
+                self.last = str(json.loads(line))
+                texts.append(self.last)
         return texts
 
     def add(self, text: str) -> None:
+        """Remember a message, unless it is the last one again."""
+        if text == self.last:
+            return
+        self.last = text
         if self.readline:
             self.readline.add_history(text)
         if len(text) <= LONGEST:

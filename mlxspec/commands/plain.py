@@ -4,7 +4,7 @@ stderr."""
 import sys
 import unicodedata
 from shutil import get_terminal_size
-from textwrap import fill
+from textwrap import TextWrapper
 
 
 class Plain:
@@ -47,7 +47,11 @@ def dim(text: str) -> str:
 def note(text: str, end: str = "\n") -> None:
     """Write to stderr; on a terminal lines are broken between words."""
     if end and sys.stderr.isatty():
-        width = get_terminal_size().columns
-        lines = (fill(line, width, replace_whitespace=False) for line in text.split("\n"))
-        text = "\n".join(lines)
+        wrap = TextWrapper(
+            get_terminal_size().columns,
+            replace_whitespace=False,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        text = "\n".join(map(wrap.fill, text.split("\n")))
     print(text, file=sys.stderr, flush=True, end=end)

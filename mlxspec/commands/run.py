@@ -67,7 +67,12 @@ def run(
 
 
 def _begin(talk: Chat, model: str, prompt: str | None) -> None:
-    when_loaded(lambda: talk.use(model), report=note)
+    try:
+        when_loaded(lambda: talk.use(model), report=note)
+    except ClientError as error:
+        if error.code == "model_not_found":
+            raise ClientError(f"{error}; for another one stop it, or serve both") from error
+        raise
     if prompt is None:
         converse(talk)
     else:

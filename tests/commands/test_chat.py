@@ -443,7 +443,7 @@ def test_what_was_typed_is_remembered(tmp_path: Path) -> None:
 
 def test_a_cut_answer_says_so(tmp_path: Path) -> None:
     def cut(peer: Peer, body: dict[str, Any]) -> None:
-        if len(body["messages"]) > 3:
+        if len(body["messages"]) > 2:
             why = {"message": "too long", "code": "context_length_exceeded"}
             return peer.reply(400, {"error": why})
         used = {"completion_tokens": 4, "prompt_tokens": 96}

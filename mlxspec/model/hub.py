@@ -229,7 +229,7 @@ def remove(name: str, cache_dir: Path) -> int:
     if name in cards():
         folders = list((cache_dir / "models").glob(f"{name}-*"))
     else:
-        found = [full for full in installed() if name in (full, Path(full).name)]
+        found = sorted(full for full in installed() if name in (full, Path(full).name))
         if len(found) > 1:
             raise UnsupportedModel(f"{name!r} may be any of {found}; give the whole name")
         name = "".join(found) or name

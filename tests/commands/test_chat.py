@@ -261,6 +261,7 @@ class Terminal:
             env=env,
             cwd=home,
             start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is for it
         )
         os.close(theirs)
         self.raw = self.seen = ""

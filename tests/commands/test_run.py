@@ -56,11 +56,12 @@ def test_a_server_is_started_for_a_chat(model: Path, port: int, tmp_path: Path) 
         assert f"no server runs; starting one: mlxspec serve {model}" in " ".join(started.split())
         assert "ready in" in started and "curl" not in started
         t.wait_for("> ")
+        time.sleep(0.5)  # readline shows its prompt before it waits
         t.type("\x03")
         t.wait_for("/help lists the commands")
         t.wait_for("> ")
         t.type("hello\n")
-        assert "of 64 tokens" in t.wait_for("> ")
+        assert "of 512 tokens" in t.wait_for("> ")
         t.type("/exit\n")
         t.wait_for("stopping the server")
         assert t.process.wait(30) == 0

@@ -15,7 +15,14 @@ from typing import Annotated
 import typer
 
 from mlxspec import __version__, blas
-from mlxspec.commands.options import AsJson, KnownName, Model, log_to_stderr, names_on_disk
+from mlxspec.commands.options import (
+    AsJson,
+    FreeText,
+    KnownName,
+    Model,
+    log_to_stderr,
+    names_on_disk,
+)
 from mlxspec.commands.plain import note
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config, data_dir, load
@@ -186,7 +193,10 @@ def rm(
 
 
 def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="A part of the name.")],
+    text: Annotated[
+        FreeText,
+        typer.Argument(parser=FreeText, metavar="TEXT", help="A part of the name."),
+    ],
 ) -> None:
     """Find models of mlx-community on Hugging Face, the most downloaded first."""
     from huggingface_hub import HfApi

@@ -34,6 +34,10 @@ class KnownName(str):
     """One of the names that a command or the server has."""
 
 
+class FreeText(str):
+    """Any words."""
+
+
 def names_on_disk() -> list[str]:
     """The models that a shell completes; no more than their names are looked at."""
     from mlxspec.model.hub import installed
@@ -54,7 +58,7 @@ def names_served() -> list[str]:
 
 
 # Help shows the name of an argument's type where it shows the metavar of an option.
-ModelName.__name__, KnownName.__name__ = "model", "name"
+ModelName.__name__, KnownName.__name__, FreeText.__name__ = "model", "name", "text"
 
 Model = Annotated[
     ModelName | None,

@@ -18,7 +18,7 @@ import typer
 
 from mlxspec.client import POLL_S, ClientError, NotRunning, request, when_loaded
 from mlxspec.commands.chat import Chat, Settings, System, converse
-from mlxspec.commands.options import Key, ModelName, Url, server_of
+from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk, server_of
 from mlxspec.commands.plain import note
 from mlxspec.config import load, url_of
 
@@ -32,11 +32,17 @@ def run(
             parser=ModelName,
             metavar="MODEL",
             help="A served model, or one to serve: a directory or a Hugging Face id.",
+            autocompletion=names_on_disk,
         ),
     ],
     prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="Answer this and end.", show_default=False),
+        FreeText | None,
+        typer.Argument(
+            parser=FreeText,
+            metavar="PROMPT",
+            help="Answer this and end.",
+            show_default=False,
+        ),
     ] = None,
     url: Url = None,
     api_key: Key = None,

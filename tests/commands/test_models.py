@@ -309,7 +309,7 @@ def test_a_narrow_terminal_has_a_line_a_model(
     assert len(lines) == 1 + len(json.loads(run("models", "--json").stdout))
     assert max(map(len, lines)) <= 80
     (line,) = (line.split() for line in lines if line.startswith("x/placed"))
-    assert line[1:4] == ["136", "B", "yes"]
+    assert line[2:5] == ["B", "yes", "yes"]
 
 
 def test_a_name_without_its_publisher() -> None:

@@ -234,15 +234,15 @@ def cache_stats() -> None:
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the prefix cache, recorded answers and training files. Trained heads stay.
+    """Delete the prefix cache, recorded answers, the chat's history and training files.
 
-    A running server continues and fills the cache again.
+    Trained heads stay. A running server continues and fills the cache again.
     """
     from mlxspec.commands.cache import clear
     from mlxspec.model.hub import cache_of
 
     root = cache_of(load({}))
     if not yes:
-        what = "the prefix cache, recorded answers and training files"
+        what = "the prefix cache, recorded answers, the chat's history and training files"
         typer.confirm(f"Delete {what} in {root}?", abort=True)
     clear(root)

@@ -21,7 +21,7 @@ import typer
 from mlxspec.client import MAX_LINE, ClientError, request, when_loaded
 from mlxspec.commands.options import Key, Url, server_of
 from mlxspec.commands.plain import Plain, dim, note
-from mlxspec.commands.typed import piped, typed, unechoed
+from mlxspec.commands.typed import HISTORY, piped, typed, unechoed
 from mlxspec.config import load
 from mlxspec.types import Json, printable
 
@@ -55,7 +55,6 @@ FIELDS = (
     "response_format",
 )
 LEAST_S = 0.1  # of an answer whose speed is told
-HISTORY = "chat-history"  # in the cache directory
 
 System = Annotated[
     str,

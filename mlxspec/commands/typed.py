@@ -16,6 +16,7 @@ from typing import Any
 
 from mlxspec.commands.plain import note
 
+HISTORY = "chat-history"  # the file in the cache directory
 REMEMBERED = 1000  # messages
 LONGEST = 4096  # characters of one that is remembered
 PASTE_S = 0.05  # between the lines of a paste, where the terminal does not mark it

@@ -306,8 +306,8 @@ class Answer:
             if thought:
                 self.view.write("reasoning", thought)
             if piece:
-                self.view.write("content", piece)
                 self.text += piece
+                self.view.write("content", piece)
             if thought or piece:
                 self.began = self.began or time.monotonic()
                 self.seconds = time.monotonic() - self.began

@@ -25,13 +25,13 @@ class Plain:
 
     def write(self, kind: str, text: str) -> None:
         """Write more of the answer, or of its reasoning."""
+        before, self.kind = self.kind, kind  # Ctrl-C may come at any moment
         if kind == "reasoning":
             note(dim(text), end="")
-        else:
-            if self.kind == "reasoning":
-                note("\n")
-            print(plain(text), end="", flush=True)
-        self.kind = kind
+            return
+        if before == "reasoning":
+            note("\n")
+        print(plain(text), end="", flush=True)
 
 
 def plain(text: str) -> str:

@@ -57,7 +57,7 @@ def run(
     for pair in settings or ():
         talk.set(*pair.partition("=")[::2])
     try:
-        _begin(talk, model, prompt)
+        _connect(talk, model)
     except NotRunning:
         if url:
             raise
@@ -69,16 +69,23 @@ def run(
                 started.check()
                 time.sleep(POLL_S)
             started.shown = False
-            _begin(talk, "", prompt)
+            _connect(talk, "")
+            _answer(talk, prompt)
+    else:
+        _answer(talk, prompt)
 
 
-def _begin(talk: Chat, model: str, prompt: str | None) -> None:
+def _connect(talk: Chat, model: str) -> None:
+    """Go on with a model of the server. Raises ClientError."""
     try:
         when_loaded(lambda: talk.use(model), report=note)
     except ClientError as error:
         if error.code == "model_not_found":
             raise ClientError(f"{error}; for another one stop it, or serve both") from error
         raise
+
+
+def _answer(talk: Chat, prompt: str | None) -> None:
     if prompt is None:
         converse(talk)
     else:

@@ -56,10 +56,11 @@ def piped(lines: Iterable[str]) -> Iterator[str]:
 
 
 def unquoted(text: str) -> str:
-    """A message without blanks around it, or the text between the quotes as it is."""
-    text = text.strip()
+    """A message without blanks around it, or the text between the quotes as it is; the blank stays
+    that makes / no command."""
+    begin, text = text[:2], text.strip()
     if not text.startswith(QUOTES):
-        return text
+        return f" {text}" if begin == " /" else text
     return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 

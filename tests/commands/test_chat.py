@@ -507,6 +507,7 @@ def test_commands(tmp_path: Path) -> None:
         assert say("/model") == "* tiny (served)" and say("/model tiny") == "now tiny"
         assert "there is no command /modle; /help lists them all" in say("/modle x")
         say("/etc/hosts is what?")
+        say(" /help me")
         assert "tiny reads text only" in say("/image x.png")
         assert say("/save talk.md") == "saved to talk.md"
         assert "talk.md: File exists; give another name" in say("/save talk.md")
@@ -514,10 +515,11 @@ def test_commands(tmp_path: Path) -> None:
         assert say("/reset") == "a new conversation"
         say("three")
         assert t.end() == 0
-    first, second, third, fourth = server.bodies
+    first, second, third, blank, fourth = server.bodies
     assert (first["temperature"], first["stop"]) == (0.2, "END") and "temperature" not in second
     assert contents(first) == ["Be brief.", "one"] and contents(second)[0] == "one"
     assert contents(third)[-1] == "/etc/hosts is what?" and contents(fourth) == ["three"]
+    assert contents(blank)[-1] == " /help me"
     assert "## user\n\none\n\n## assistant\n\nYou said one.\n" in (tmp_path / "talk.md").read_text()
     assert json.loads((tmp_path / "talk.json").read_text())[0] == {"role": "user", "content": "one"}
 

@@ -546,3 +546,28 @@ def test_another_model() -> None:
     assert server.asked == ["/v1/models/org/a%20b"] and server.bodies[0]["top_p"] == 0.5
     done = chat(server.url, "one\n", "--set", "topp=1")
     assert done.returncode == 2 and "there is no field 'topp'; give one of temp" in done.stderr
+
+
+def test_interrupt_at_a_drawn_terminal(tmp_path: Path) -> None:
+    """What was shown stays, once, and keys that are pressed meanwhile are not drawn into it."""
+
+    def slow(peer: Peer, body: dict[str, Any]) -> None:
+        if len(body["messages"]) > 1:
+            return echo(peer, body)
+        peer.stream("so **far**\n", end=False)
+        peer.connection.recv(1)
+
+    with serving(slow) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+        t.wait_for("> ")
+        t.type("one\n")
+        t.wait_for("so far")
+        t.type("tw")
+        time.sleep(0.5)
+        t.type("\x03")
+        assert "tw" not in t.wait_for("stopped")
+        t.wait_for("> ")
+        t.type("two\n")
+        t.wait_for("You said")
+        t.wait_for("> ")
+    assert contents(server.bodies[1])[:2] == ["one", "so **far**\n"]
+    assert screen(t).count("so far") == 1

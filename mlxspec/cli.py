@@ -15,7 +15,7 @@ from mlxspec.client import request
 from mlxspec.commands.chat import chat
 from mlxspec.commands.doctor import doctor
 from mlxspec.commands.launch import launch
-from mlxspec.commands.models import models, pull
+from mlxspec.commands.models import models, pull, rm, search
 from mlxspec.commands.options import (
     Key,
     Model,
@@ -26,6 +26,7 @@ from mlxspec.commands.options import (
     server_of,
     with_settings,
 )
+from mlxspec.commands.run import run
 from mlxspec.commands.service import menubar, service, status
 from mlxspec.config import load
 from mlxspec.service import crashes
@@ -40,9 +41,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},  # of every command
 )
 cache = typer.Typer(no_args_is_help=True, help="Show or delete the cache on disk.")
-app.add_typer(cache, name="cache")
-app.add_typer(service, name="service")
-app.add_typer(menubar, name="menubar")
+CHAT, SERVER, MODELS, MACHINE = "Chat and agents", "The server", "Models", "This machine"
+app.add_typer(cache, name="cache", rich_help_panel=MACHINE)
+app.add_typer(service, name="service", rich_help_panel=SERVER)
+app.add_typer(menubar, name="menubar", rich_help_panel=SERVER)
 
 
 def main() -> None:
@@ -67,7 +69,7 @@ def about(
         raise typer.Exit
 
 
-@app.command()
+@app.command(rich_help_panel=SERVER)
 @with_settings
 def serve(**flags: str | list[str] | None) -> None:
     """Serve models over HTTP: `mlxspec serve mlx-community/Qwen3-4B-4bit`, or a directory.
@@ -86,13 +88,14 @@ def serve(**flags: str | list[str] | None) -> None:
     serve_model(config)
 
 
-app.command()(chat)
+app.command(rich_help_panel=CHAT)(run)
+app.command(rich_help_panel=CHAT)(chat)
 
 
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(rich_help_panel=CHAT, context_settings={"allow_interspersed_args": False})(launch)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def bench(
     model: Model = None,
     draft: Annotated[
@@ -128,7 +131,7 @@ def bench(
     sys.exit(bench(config, workload, max_tokens, streams=streams))
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def train(
     model: Model = None,
     data: Annotated[
@@ -173,19 +176,19 @@ def train(
     sys.exit(train(config, options, Server(*server_of(url, api_key))))
 
 
-app.command()(doctor)
-app.command()(status)
-app.command()(models)
-app.command()(pull)
+app.command(rich_help_panel=MACHINE)(doctor)
+app.command(rich_help_panel=SERVER)(status)
+for command in (models, search, pull, rm):
+    app.command(rich_help_panel=MODELS)(command)
 
 
-@app.command("load")
+@app.command("load", rich_help_panel=SERVER)
 def load_model(model: Served, url: Url = None, api_key: Key = None) -> None:
     """Load one of the running server's models into memory."""
     _change(url, api_key, "load", model=model)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVER)
 def stop(
     model: Served,
     force: Annotated[
@@ -231,15 +234,15 @@ def cache_stats() -> None:
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the prefix cache, recorded answers and training files. Trained heads stay.
+    """Delete the prefix cache, recorded answers, the chat's history and training files.
 
-    A running server continues and fills the cache again.
+    Trained heads stay. A running server continues and fills the cache again.
     """
     from mlxspec.commands.cache import clear
     from mlxspec.model.hub import cache_of
 
     root = cache_of(load({}))
     if not yes:
-        what = "the prefix cache, recorded answers and training files"
+        what = "the prefix cache, recorded answers, the chat's history and training files"
         typer.confirm(f"Delete {what} in {root}?", abort=True)
     clear(root)

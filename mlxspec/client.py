@@ -2,7 +2,8 @@
 
 import http.client
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,12 +11,19 @@ from urllib.parse import urlsplit
 from mlxspec.types import UserError, printable
 
 TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
+POLL_S = 0.3  # between two queries whether the server has loaded its model
+LOADING = "loading"  # the code of a server's error while it loads its model
 MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
 class ClientError(UserError):
-    """The server did not answer the request. The message says what to do."""
+    """The server did not answer the request. The message says what to do; `code` is the error's in
+    the API, if it has one."""
+
+    def __init__(self, message: str, code: Any = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class NotRunning(ClientError):
@@ -49,19 +57,37 @@ def request(
             connection.request(method, parts.path + path, data, headers=headers)
             response = connection.getresponse()
             if response.status != 200:
-                message = printable(str(json.loads(response.read(MAX_LINE))["error"]["message"]))
+                error = json.loads(response.read(MAX_LINE))["error"]
+                message = printable(str(error["message"]))
                 fix = "; give --api-key" if response.status == 401 else ""
-                raise ClientError(f"the server answered {response.status}: {message}{fix}")
+                why = f"the server answered {response.status}: {message}{fix}"
+                raise ClientError(why, code=error.get("code"))
             yield response
     except ClientError:
         raise
-    except ConnectionRefusedError as error:
-        raise NotRunning(f"no server at {url}; start one with: mlxspec serve") from error
-    except (OSError, http.client.HTTPException) as error:
+    except ConnectionRefusedError as failure:
+        raise NotRunning(f"no server at {url}; start one with: mlxspec serve") from failure
+    except (OSError, http.client.HTTPException) as failure:
         raise ClientError(
-            f"{url}: {error or type(error).__name__}; see the server's log",
-        ) from error
-    except Exception as error:  # while reading the answer of another program
+            f"{url}: {failure or type(failure).__name__}; see the server's log",
+        ) from failure
+    except Exception as failure:  # while reading the answer of another program
         raise ClientError(
-            f"the program at {url} is not mlxspec ({error!r}); give another --url, or stop it",
-        ) from error
+            f"the program at {url} is not mlxspec ({failure!r}); give another --url, or stop it",
+        ) from failure
+
+
+def when_loaded(ask: Callable[[], None], report: Callable[[str], None]) -> None:
+    """Ask until the server has loaded its model; report once that it has not. Raises
+    ClientError."""
+    told = False
+    while True:
+        try:
+            return ask()
+        except ClientError as error:
+            if error.code != LOADING:
+                raise
+            if not told:
+                report(str(error))
+            told = True
+        time.sleep(POLL_S)

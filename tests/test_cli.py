@@ -16,10 +16,12 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlxspec import __version__, cli
+from mlxspec.commands.options import names_served
 from mlxspec.config import TABLE, Config, flag, load
 from mlxspec.files import lock
 from mlxspec.service.menubar import Menu
 from mlxspec.types import UserError
+from tests.commands.test_chat import echo, serving
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +134,9 @@ def test_an_agent_gets_its_own_h() -> None:
         ("serve some/model --layout re", {"rect"}),
         ("bench --workload c", {"code", "chat"}),
         ("launch c", {"claude", "codex", "copilot"}),
+        ("pull smol", {"smollm2-135m-instruct"}),
+        ("serve smol", {"smollm2-135m-instruct"}),
+        ("load x", set()),  # no server runs
     ],
 )
 def test_the_shell_completes_what_is_known(
@@ -298,6 +303,27 @@ def test_chat_finds_its_server(
 def test_a_service_needs_macos(tmp_path: Path) -> None:
     done = run("service", "install", PATH=str(tmp_path))
     assert done.returncode == 2 and "needs macOS" in done.stderr
+
+
+def test_a_service_can_be_seen_before_it_is_installed(tmp_path: Path) -> None:
+    done = run("service", "print", "some/model", "--port", "81", HOME=str(tmp_path))
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == []
+    agent = plistlib.loads(done.stdout.encode())
+    assert agent["ProgramArguments"][3:] == ["serve", "some/model", "--port", "81"]
+    assert agent["Sockets"]["http"]["SockServiceName"] == "81"
+
+
+def test_a_shell_completes_the_models_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(echo) as server:
+        monkeypatch.setenv("MLXSPEC_PORT", server.url.rpartition(":")[2])
+        assert names_served() == ["tiny"]
+
+
+def test_the_help_has_groups() -> None:
+    titles = re.findall(r"^╭─ (.+?) ─", help_of(columns=80), re.M)
+    assert titles == ["Options", "The server", "Chat and agents", "Models", "This machine"]
+    titles = re.findall(r"^╭─ (.+?) ─", help_of("serve"), re.M)
+    assert {"Address and access", "Drafts and kernels"} < {*titles}
 
 
 def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:

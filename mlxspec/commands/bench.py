@@ -193,7 +193,8 @@ def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
             if tokens_of(plain) != tokens_of(fast):
                 differing.append(prompt_name)
     print(f"{info.name}, greedy, up to {max_tokens} tokens a prompt, prompts at a time: {streams}")
-    print_table(["workload", *results], rows)
+    names = (name.replace("_", " ") for name in results)  # which a narrow table can break
+    print_table(["workload", *names], rows)
     if differing:
         print("Answers that differ with speculation:", *differing)
         return 1

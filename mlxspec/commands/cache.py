@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mlxspec.cache.disk import read_label, stored_files
 from mlxspec.commands.table import print_table
+from mlxspec.commands.typed import HISTORY
 from mlxspec.config import Config
 from mlxspec.files import format_size, lock
 from mlxspec.model.hub import STORED, cache_of, prompts_of
@@ -88,6 +89,7 @@ def clear(cache: Path) -> None:
     prompts = cache / "prompts"
     with lock(prompts / "lock"), lock(cache / "answers/lock"), ExitStack() as trainings:
         paths = [path for path, _ in stored_files(prompts)] + list(cache.glob(ANSWERS))
+        paths += cache.glob(HISTORY)
         for work in cache.glob(f"training/{STORED}"):
             if trainings.enter_context(lock(work.with_name(f"{work.name}.lock"), wait=False)):
                 paths += work.iterdir()

@@ -1,111 +1,335 @@
 """`mlxspec chat`: a chat in the terminal with a running server.
 
-Answers go to stdout and everything else to stderr, reasoning too, so that a pipe gets only the
-answers.
+Answers go to stdout. Where that is no terminal they go there alone, as plain text, and everything
+else to stderr, reasoning too.
 """
 
 import http.client
-import importlib
 import json
 import sys
-import unicodedata
+import time
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from mlxspec.client import MAX_LINE, ClientError, request
+from mlxspec.client import MAX_LINE, ClientError, request, when_loaded
 from mlxspec.commands.options import Key, Url, server_of
+from mlxspec.commands.plain import Plain, dim, note
+from mlxspec.commands.typed import HISTORY, piped, typed, unechoed
+from mlxspec.config import load
 from mlxspec.types import Json, printable
 
-HELP = "/exit or Ctrl-D ends the chat, /reset starts a new conversation"
+HINT = "/help lists the commands; Ctrl-D or /exit ends the chat, Ctrl-C stops an answer"
+HELP = '''/model [NAME]        show the served models, or go on with that one
+/system [TEXT]       show the system message, or set it; "" is none
+/set [NAME [VALUE]]  show or set fields of the requests, such as temperature
+                     0.2; without VALUE the model's own is used again
+/image FILE          send an image with the next message
+/save [FILE]         write the conversation: Markdown, or JSON for .json
+/reset               start a new conversation
+/exit                end the chat, as Ctrl-D does
+""" begins and ends a message of several lines; a paste is one message. A
+message that begins with / needs a blank before it.'''
+COMMANDS = ("/help", *(line.split()[0] for line in HELP.splitlines() if line.startswith("/")))
+# Of the API's fields those that make sense here.
+FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "reasoning_effort",
+    "reasoning",
+    "chat_template_kwargs",
+    "response_format",
+)
+LEAST_S = 0.1  # of an answer whose speed is told
+
+System = Annotated[
+    str,
+    typer.Option(metavar="<text>", help="A system message for the conversation."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="<name=value>",
+        help="A field of the requests, as in the API, such as top_p=0.9; may be repeated.",
+    ),
+]
 
 
 def chat(
     url: Url = None,
     api_key: Key = None,
-    system: Annotated[
+    model: Annotated[
         str,
-        typer.Option(metavar="<text>", help="A system message for the conversation."),
+        typer.Option(metavar="<name>", help="A served model; default: the first."),
     ] = "",
+    system: System = "",
     temperature: Annotated[
         float | None,
         typer.Option(min=0, metavar="<float>", help="0 is greedy; default: the model's own."),
     ] = None,
+    settings: Settings = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(metavar="<file>", help="An image for the first message; may be repeated."),
     ] = None,
 ) -> None:
-    """Chat with the running server: /reset starts again, /exit ends, Ctrl-C stops an answer."""
-    server = server_of(url, api_key)
-    with request(*server, "GET", "/v1/models") as response:
-        info = json.load(response)["data"][0]
-    model = info["id"]
-    images = [_image_part(file) for file in image or ()]
-    if images and "image" not in info.get("input_modalities", ()):
-        raise ClientError(f"--image: {model} reads text only; serve a model that sees images")
-    opening = [{"role": "system", "content": system}] if system else []
-    body: Json = {"model": model, "messages": opening, "stream": True}
+    """Chat with the running server: /help lists the commands, Ctrl-C stops an answer."""
+    talk = Chat(server_of(url, api_key), system)
+    for pair in settings or ():
+        talk.set(*pair.partition("=")[::2])
     if temperature is not None:
-        body["temperature"] = temperature
+        talk.fields["temperature"] = temperature
+    when_loaded(lambda: talk.use(model), report=note)
+    for file in image or ():
+        talk.attach(str(file))
+    converse(talk)
+
+
+def converse(talk: "Chat") -> None:
+    """Answer what is typed, or the lines of stdin where that is no terminal. There an error ends
+    it; at a terminal only the user does."""
     interactive = sys.stdin.isatty()
+    messages: Iterator[str] = piped(sys.stdin)
     if interactive:
-        _note(f"{model} at {server[0]}. {HELP}. Ctrl-C stops an answer.")
-    for line in _prompt() if interactive else sys.stdin:
-        text = line.strip()
-        if text == "/exit":
-            return
-        if text == "/reset":
-            body["messages"] = opening
-        elif text:
+        from mlxspec.model.hub import cache_of
+
+        note(f"{talk.model} at {talk.server[0]}. {HINT}.")
+        words = [*COMMANDS, *FIELDS]
+        messages = typed(cache_of(load({})) / HISTORY, words, HINT)
+    for text in messages:
+        word = text.split(maxsplit=1)[0] if text.startswith("/") else ""
+        try:
+            if word in ("/exit", "/bye", "/quit"):
+                return
+            if word in COMMANDS or (interactive and word[1:].isalpha()):
+                talk.command(word, text[len(word) :].strip())
+            elif text:
+                summary = talk.ask(text)
+                if interactive:
+                    note(dim(summary))
+        except ClientError as error:
+            if not interactive:
+                raise
+            fix = ""
+            if error.code == "context_length_exceeded":
+                fix = "; /reset starts a new conversation"
+            note(f"error: {error}{fix}")
+
+
+@dataclass
+class Chat:
+    """A conversation with one of the models of `server`, its URL and key. `fields` are those of
+    the requests beside the messages; `images` wait for the next message."""
+
+    server: tuple[str, str]
+    system: str = ""
+    model: str = ""
+    context: int = 0  # tokens, 0: unknown
+    sees: bool = False
+    fields: Json = field(default_factory=dict)
+    images: list[Json] = field(default_factory=list)
+    messages: list[Json] = field(default_factory=list)
+
+    def use(self, name: str) -> None:
+        """Go on with a served model, or begin with the first. Raises ClientError."""
+        path = f"/v1/models/{quote(name)}" if name else "/v1/models"
+        with request(*self.server, "GET", path) as response:
+            info = json.load(response)
+            info = info["data"][0] if "data" in info else info
+            self.model = info["id"]
+            self.context = int(info.get("context_window", 0))
+            self.sees = "image" in info.get("input_modalities", ())
+
+    def command(self, word: str, rest: str) -> None:
+        """Carry out a command that was typed. Raises ClientError."""
+        match word:
+            case "/help":
+                note(HELP)
+            case "/model" if rest:
+                self.use(rest)
+                note(f"now {self.model}")
+            case "/model":
+                self._list_models()
+            case "/system":
+                self.system = {"": self.system, '""': ""}.get(rest, rest)
+                note(f"system message: {self.system or 'none'}")
+            case "/set":
+                name, _, value = rest.partition(" ")
+                if name:
+                    self.set(name, value.strip())
+                pairs = (f"{name} = {json.dumps(value)}" for name, value in self.fields.items())
+                note(", ".join(pairs) or "all fields are the model's own")
+            case "/image":
+                self.attach(rest)
+                note(f"{rest} goes with the next message")
+            case "/save":
+                note(f"saved to {self.save(rest)}")
+            case "/reset":
+                self.messages, self.images = [], []
+                note("a new conversation")
+            case _:
+                why = "begin with a blank to send it to the model"
+                raise ClientError(f"there is no command {word}; /help lists them all; {why}")
+
+    def _list_models(self) -> None:
+        with request(*self.server, "GET", "/v1/models") as response:
+            for info in json.load(response)["data"]:
+                mark = "*" if info["id"] == self.model else " "
+                note(printable(f"{mark} {info['id']} ({info.get('status', 'served')})"))
+
+    def set(self, name: str, value: str) -> None:
+        """Set a field of the next requests, or with "" leave it to the model. Raises
+        ClientError."""
+        if name not in FIELDS:
+            raise ClientError(f"there is no field {name!r}; give one of {', '.join(FIELDS)}")
+        self.fields.pop(name, None)
+        if value:
             try:
-                answer(*server, body, [*images, {"type": "text", "text": text}] if images else text)
-                if body["messages"] != opening:  # they are part of the conversation now
-                    images = []
-            except ClientError as error:
-                if not interactive:  # at a terminal only a missing server ends the chat
-                    raise
-                _note(f"error: {error}")
+                self.fields[name] = json.loads(value)
+            except ValueError:
+                self.fields[name] = value
+
+    def attach(self, file: str) -> None:
+        """Send an image with the next message. Raises ClientError."""
+        if not self.sees:
+            raise ClientError(
+                f"--image: {self.model} reads text only; serve a model that sees images",
+            )
+        try:
+            data = b64encode(Path(file).expanduser().read_bytes()).decode()
+        except OSError as error:
+            raise ClientError(f"--image: {file}: {error.strerror}; give a file") from error
+        url = {"url": f"data:;base64,{data}"}
+        self.images.append({"type": "image_url", "image_url": url})
+
+    def save(self, name: str) -> Path:
+        """Write the conversation to a new file. Raises ClientError."""
+        file = Path(name or time.strftime("chat-%Y-%m-%d-%H%M%S.md")).expanduser()
+        messages = self._opening + self.messages
+        text = json.dumps(messages, indent=2, ensure_ascii=False)
+        if file.suffix != ".json":
+            parts = (f"## {one['role']}\n\n{_text(one['content'])}\n" for one in messages)
+            text = "\n".join(parts)
+        try:
+            with file.open("x", encoding="utf-8") as out:
+                out.write(text)
+        except OSError as error:
+            raise ClientError(f"{file}: {error.strerror}; give another name") from error
+        return file
+
+    @property
+    def _opening(self) -> list[Json]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, text: str) -> str:
+        """Show an answer as it streams, keep question and answer, and return what it took. Ctrl-C
+        stops it; a partial answer stays in the conversation. Raises ClientError."""
+        content = [*self.images, {"type": "text", "text": text}] if self.images else text
+        question = {"role": "user", "content": content}
+        body = self.fields | {
+            "model": self.model,
+            "messages": [*self._opening, *self.messages, question],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_progress": True,
+        }
+        answer = Answer(_view())
+        try:
+            with request(*self.server, "POST", "/v1/chat/completions", body) as response:
+                with unechoed(), answer.view:
+                    for event in _events(response):
+                        answer.take(event)
+        except KeyboardInterrupt:
+            note("stopped")
+        finally:
+            if answer.text:
+                reply = {"role": "assistant", "content": answer.text}
+                self.messages += [question, reply]
+                self.images = []
+        return self._summary(answer)
+
+    def _summary(self, answer: "Answer") -> str:
+        """What an answer took, and why it was cut."""
+        parts = []
+        if answer.seconds > LEAST_S:
+            rate = (answer.tokens - 1) / answer.seconds
+            parts.append(f"{answer.tokens} tokens, {rate:.1f} tokens/s")
+        if answer.tokens and self.context:
+            share = answer.used / self.context
+            parts.append(f"context: {answer.used:,} of {self.context:,} tokens ({share:.0%})")
+        if answer.finish == "length":
+            limit = self.fields.get("max_tokens")
+            if limit and answer.tokens >= limit:
+                note(f"cut off after max_tokens = {limit}; ask the model to continue")
+            else:
+                note("cut off: the context is full; /reset starts a new conversation")
+        return " · ".join(parts)
 
 
-def answer(url: str, api_key: str, body: Json, content: str | list[Json]) -> None:
-    """Print one answer and its reasoning as they stream, and append question and answer to
-    `body["messages"]`. Ctrl-C stops it; a partial answer stays in the conversation."""
-    messages = [*body["messages"], {"role": "user", "content": content}]
-    payload = body | {"messages": messages}
-    reply, thinking = "", False
-    try:
-        with request(url, api_key, "POST", "/v1/chat/completions", payload) as response:
-            for event in _events(response):
-                for choice in event["choices"]:
-                    if thought := choice["delta"].get("reasoning_content"):
-                        thinking = True
-                        _note(_dim(thought), end="")
-                    if piece := choice["delta"].get("content"):
-                        if thinking:
-                            _note("\n")
-                        thinking = False
-                        reply += piece
-                        print(_plain(piece), end="", flush=True)
-    except KeyboardInterrupt:
-        _note("stopped")
-    finally:
-        if reply:
-            print(flush=True)
-            body["messages"] = [*messages, {"role": "assistant", "content": reply}]
+@dataclass
+class Answer:
+    """One answer while it streams to a `view`. `used`: tokens of the context with it; `seconds`:
+    from its first text to its end."""
+
+    view: Any
+    text: str = ""
+    finish: str = ""
+    tokens: int = 0
+    used: int = 0
+    seconds: float = 0.0
+    began: float = 0.0
+
+    def take(self, event: Json) -> None:
+        """Show one event of the stream."""
+        if read := event.get("prompt_progress"):
+            share = read["processed"] / max(1, read["total"])
+            self.view.progress(f"reading the prompt: {share:.0%} of {read['total']:,} tokens")
+        for choice in event["choices"]:
+            self.finish = choice.get("finish_reason") or ""
+            delta = choice["delta"]
+            thought, piece = delta.get("reasoning_content"), delta.get("content")
+            if thought:
+                self.view.write("reasoning", thought)
+            if piece:
+                self.text += piece
+                self.view.write("content", piece)
+            if thought or piece:
+                self.began = self.began or time.monotonic()
+                self.seconds = time.monotonic() - self.began
+        if usage := event.get("usage"):
+            self.tokens = usage["completion_tokens"]
+            self.used = usage.get("prompt_tokens", 0) + self.tokens
 
 
-def _image_part(file: Path) -> Json:
-    """An image's file as a part of a message. Raises ClientError."""
-    try:
-        data = b64encode(file.expanduser().read_bytes()).decode()
-    except OSError as error:
-        raise ClientError(f"--image: {file}: {error.strerror}; give a file") from error
-    return {"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}}
+def _view() -> Any:
+    """What shows an answer: a Screen on a terminal that can be drawn to, else a Plain."""
+    if not sys.stdout.isatty():
+        return Plain()
+    display = import_module("mlxspec.commands.display")
+    screen = display.Screen()
+    return Plain() if screen.console.is_dumb_terminal else screen
+
+
+def _text(content: Any) -> str:
+    """The text of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "(an image)") for part in content)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Json]:
@@ -117,32 +341,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Json]:
                 return
             event = json.loads(data)
             if "error" in event:
-                raise ClientError(printable(event["error"]["message"]))
+                error = event["error"]
+                raise ClientError(printable(error["message"]), code=error.get("code"))
             yield event
     raise ClientError("the answer was cut off; see the server's log")
-
-
-def _prompt() -> Iterator[str]:
-    """The lines that a user types."""
-    with suppress(ImportError):
-        importlib.import_module("readline")  # line editing and history, where Python has it
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            _note(f"\n{HELP}")
-
-
-def _plain(text: str) -> str:
-    """The text without control characters: a model must not control the terminal."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
-
-
-def _dim(text: str) -> str:
-    return f"\x1b[2m{_plain(text)}\x1b[0m" if sys.stderr.isatty() else _plain(text)
-
-
-def _note(text: str, end: str = "\n") -> None:
-    print(text, file=sys.stderr, flush=True, end=end)

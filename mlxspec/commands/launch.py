@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 from string import Template
@@ -19,6 +18,7 @@ import typer
 
 from mlxspec.client import ClientError, request
 from mlxspec.commands.options import Key, KnownName, Url, server_of
+from mlxspec.commands.plain import note
 
 COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
 MAX_OUTPUT = 32_000  # tokens
@@ -74,7 +74,7 @@ def launch(
     ] = None,
     show: Annotated[
         bool,
-        typer.Option("--print", metavar="", help="Print the command instead of running it."),
+        typer.Option("--print", metavar="", help="Print the variables and the command instead."),
     ] = False,
     model: Annotated[
         str,
@@ -99,19 +99,20 @@ def launch(
         context = int(info["context_window"])
         sees = "image" in info.get("input_modalities", ())
         variables, flags = settings_of(agent, server, key or "none", info["id"], context, sees)
-    prompt = entry.get("prompt", 0)
-    if prompt * 2 > context:
-        print(
-            f"warning: {agent}'s own prompt takes about {prompt:,} of the context's {context:,}"
-            " tokens; serve a model with a longer context, or raise --context",
-            file=sys.stderr,
-        )
     words = args or []
     if words[:1] == ["--"]:
         del words[0]
-    command = [agent, *flags, *words]
+    prompt = entry.get("prompt", 0)
+    why = f"{agent}'s own prompt takes about {prompt:,} of the context's {context:,} tokens"
+    fix = "serve a model with a longer context"
+    if prompt >= context and not show:
+        raise ClientError(f"{why}; {fix}")
+    if prompt * 2 > context:
+        note(f"warning: {why}, which leaves little for its work; {fix}")
     if show:
-        print(*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), end=" ")
-        print(shlex.join(command))
+        for name, value in variables.items():
+            print(f"export {name}={shlex.quote(value)}")
+        lines = [agent, *(shlex.join(flags[at : at + 2]) for at in range(0, len(flags), 2))]
+        print(" \\\n  ".join(lines), *map(shlex.quote, words))
     else:
-        os.execvpe(agent, command, {**os.environ, **variables})
+        os.execvpe(agent, [agent, *flags, *words], {**os.environ, **variables})

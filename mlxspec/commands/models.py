@@ -4,18 +4,35 @@ Rule: listing downloads nothing and reads no weights except their headers.
 """
 
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from shutil import get_terminal_size
+from typing import Annotated
+
+import typer
 
 from mlxspec import __version__, blas
-from mlxspec.commands.options import AsJson, Model
+from mlxspec.commands.options import (
+    AsJson,
+    FreeText,
+    KnownName,
+    Model,
+    log_to_stderr,
+    names_on_disk,
+)
+from mlxspec.commands.plain import note
 from mlxspec.commands.table import print_table
-from mlxspec.config import Config, load
+from mlxspec.config import Config, data_dir, load
 from mlxspec.files import format_size, read_json, weight_bytes, weight_files, write_atomic
 from mlxspec.profiles import profiles_of
-from mlxspec.types import UnsupportedModel, UserError
+from mlxspec.types import UnsupportedModel, UserError, line_of
 
+WIDE = 160  # columns of a terminal that shows everything
+PUBLISHER = "mlx-community"
+FOUND = 20  # models that a search shows
 TOOLS_FILE = "tools.json"  # in the cache directory
 MAX_CACHED = 200  # versions of tokenizers' files in it
 
@@ -135,8 +152,18 @@ def damage(path: Path) -> list[str]:
     return flaws
 
 
+def suggested(config: Config) -> list[LocalModel]:
+    """The models of the README's table, as if none was downloaded."""
+    limit = room(config)
+    return [
+        LocalModel(name, "model", None, size, fits="yes" if size <= limit else "no")
+        for name, size in read_json(data_dir("models") / "suggested.json").items()
+    ]
+
+
 def pull(model: Model = None) -> None:
     """Download and convert a model without serving it."""
+    log_to_stderr("info")
     blas.load()
     from mlxspec.load.resolve import resolve_model
 
@@ -146,11 +173,56 @@ def pull(model: Model = None) -> None:
             print(f"{one.name} is in {one.path}, {format_size(weight_bytes(one.path))}")
 
 
+def rm(
+    model: Annotated[
+        KnownName,
+        typer.Argument(
+            parser=KnownName,
+            metavar="MODEL",
+            help="A downloaded model, by the name that mlxspec models shows.",
+            autocompletion=names_on_disk,
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask.")] = False,
+) -> None:
+    """Delete a downloaded model from this disk. Its measurements and trained heads stay.
+
+    Other programs that use Hugging Face's cache have to download it again.
+    """
+    from mlxspec.model.hub import cache_of, remove
+
+    if not yes:
+        typer.confirm(f"Delete {model}?", abort=True)
+    print(f"{format_size(remove(model, cache_of(load({}))))} freed")
+
+
+def search(
+    text: Annotated[
+        FreeText,
+        typer.Argument(parser=FreeText, metavar="TEXT", help="A part of the name."),
+    ],
+) -> None:
+    """Find models of mlx-community on Hugging Face, the most downloaded first."""
+    from huggingface_hub import HfApi
+
+    try:
+        found = list(HfApi().list_models(author=PUBLISHER, search=text, limit=FOUND))
+    except Exception as error:  # the hub's client lets its HTTP library's own errors through
+        raise UserError(f"the hub cannot be searched: {line_of(error)}") from error
+    print_table(("name", "downloads"), [(one.id, f"{one.downloads or 0:,}") for one in found])
+
+
 def models(as_json: AsJson = False) -> None:
     """List the models on this disk, and those that can be downloaded by name."""
-    local = local_models(load({}))
+    config = load({})
+    local = local_models(config)
+    known = {one.name for one in local}
+    local += [one for one in suggested(config) if one.name not in known]
     if as_json:
         print(json.dumps([asdict(one) for one in local], indent=2, default=str))
+        return
+    if sys.stdout.isatty() and get_terminal_size().columns < WIDE:
+        _print_narrow(local)
         return
     rows = []
     for one in local:
@@ -168,3 +240,17 @@ def models(as_json: AsJson = False) -> None:
             ),
         )
     print_table(("name", "kind", "size", "fits", "images", "tools", "head", "path"), rows)
+
+
+def _print_narrow(local: Sequence[LocalModel]) -> None:
+    """The same for a terminal of 80 columns: a line a model, without heads."""
+    rows = []
+    for one in local:
+        if one.kind == "profile":
+            rows.append((one.name, "profile", "", "", "", "", ""))
+        elif one.kind == "model":
+            facts = [one.path, one.sees, one.tools, one.head]
+            here, *others = ["yes" if fact else "" for fact in facts]
+            rows.append((one.name, format_size(one.bytes), here, one.fits, *others))
+    print_table(("name", "size", "here", "fits", "images", "tools", "head"), rows)
+    note(f"with {WIDE} columns, or --json: paths, heads, and how tools are called")

@@ -1,16 +1,18 @@
 """Options that several commands share, and the server that a command uses."""
 
 import inspect
+import json
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from mlxspec.config import ARGUMENTS, TABLE, flag, load, url_of
+from mlxspec.config import ARGUMENTS, BUILT_IN, TABLE, flag, load, url_of
 from mlxspec.service.launchd import installed_url
-from mlxspec.settings import format_value, kind_of, limits
+from mlxspec.settings import ConfigError, format_value, kind_of, limits
 from mlxspec.types import printable
 
 
@@ -22,8 +24,31 @@ class KnownName(str):
     """One of the names that a command or the server has."""
 
 
+class FreeText(str):
+    """Any words."""
+
+
+def names_on_disk() -> list[str]:
+    """The models that a shell completes; no more than their names are looked at."""
+    from mlxspec.model.hub import installed
+
+    return [BUILT_IN, *installed()]
+
+
+def names_served() -> list[str]:
+    """The models of the running server, for a shell; none where it does not answer."""
+    from mlxspec.client import ClientError, request
+
+    with (
+        suppress(ClientError, ConfigError),
+        request(*server_of(None, None), "GET", "/v1/models", timeout=COMPLETE_S) as response,
+    ):
+        return [str(info["id"]) for info in json.load(response)["data"]]
+    return []
+
+
 # Help shows the name of an argument's type where it shows the metavar of an option.
-ModelName.__name__, KnownName.__name__ = "model", "name"
+ModelName.__name__, KnownName.__name__, FreeText.__name__ = "model", "name", "text"
 
 Model = Annotated[
     ModelName | None,
@@ -32,6 +57,7 @@ Model = Annotated[
         metavar="MODEL",
         help="A directory or a Hugging Face id, as for serve.",
         show_default=False,
+        autocompletion=names_on_disk,
     ),
 ]
 Url = Annotated[
@@ -56,10 +82,21 @@ Served = Annotated[
         parser=KnownName,
         metavar="MODEL",
         help="A served model, by the name that mlxspec status shows.",
+        autocompletion=names_served,
     ),
 ]
 
 
+# The first setting under each heading of the help.
+PANELS = {
+    "name": "Address and access",
+    "pin": "Models in memory",
+    "max_sequences": "Batches and K/V",
+    "strict_model_names": "Requests and images",
+    "speculate": "Drafts and kernels",
+    "thinking_budget": "Limits, files and log",
+}
+COMPLETE_S = 1.0  # for a server to name its models to a shell
 Workload = Literal["edits", "code", "chat", "all"]
 
 
@@ -110,13 +147,16 @@ def log_to_stderr(level: str) -> None:
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an argument or flag for each row of the settings' table."""
-    parameters = list(map(_parameter, TABLE))
+    parameters, panel = [], ""
+    for setting in TABLE:
+        panel = PANELS.get(setting, panel)
+        parameters.append(_parameter(setting, panel))
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 
-def _parameter(setting: str) -> inspect.Parameter:
+def _parameter(setting: str, panel: str) -> inspect.Parameter:
     row = TABLE[setting]
     text, kind, values = row.metadata["help"], kind_of(row), limits(row)
     choices = list(map(str, row.metadata["choices"]))
@@ -130,10 +170,16 @@ def _parameter(setting: str) -> inspect.Parameter:
         metavar=f"<{kind}>",
         help=text,
         autocompletion=lambda: choices,
+        rich_help_panel=panel,
     )
     if setting in ARGUMENTS:
         value = type(kind, (str,), {})  # as ModelName
-        info = typer.Argument(parser=value, metavar=flag(setting), help=text)
+        info = typer.Argument(
+            parser=value,
+            metavar=flag(setting),
+            help=text,
+            autocompletion=names_on_disk,
+        )
     if setting == "others":
         value = list[value]
     return inspect.Parameter(

@@ -3,6 +3,7 @@ the background on macOS."""
 
 import json
 import os
+import plistlib
 import sys
 from dataclasses import asdict
 from typing import Annotated
@@ -35,6 +36,13 @@ def status(url: Url = None, api_key: Key = None, as_json: AsJson = False) -> Non
 def service_install(**flags: str | list[str] | None) -> None:
     """Install the service with the settings that serve would use, or change them."""
     print(launchd.install(launchd.definition(flags, os.environ)))
+
+
+@service.command("print")
+@with_settings
+def service_print(**flags: str | list[str] | None) -> None:
+    """Print the launch agent that install would write, and install nothing."""
+    print(plistlib.dumps(launchd.definition(flags, os.environ)).decode(), end="")
 
 
 ACTIONS = {

@@ -212,11 +212,16 @@ def _answers(
     questions = [question for pair in pairs for question in pair] + general[len(about) :]
     prompts = [(subject, _request(text, model.tokenizer)) for subject, text in questions]
     prompts = [(subject, p) for subject, p in prompts if len(p.prompt) < CONTEXT // 2]
+    measured = next((n for n, (subject, _) in enumerate(prompts) if held_out(subject)), 0)
+    if measured > 1:  # however few are answered, one is for measuring
+        prompts.insert(1, prompts.pop(measured))
     release_memory()  # of the trainer
     server.wait()
     engine, _ = model.load()
     stored = SampleFile(file, model.info.vocab)
     missing = max(0, wanted - sum(map(len, stored.read().values())))
+    if missing:
+        missing += PARALLEL * ANSWER // 2  # of answers that are begun and not needed
     answering = missing * _seconds_per_token(engine)
     print(
         f"time: about {answering / 60:.0f} min to answer prompts and {training / 60:.0f} min to"

@@ -5,18 +5,23 @@ imports mlx before a model has to be converted.
 """
 
 import os
+import re
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from hashlib import blake2b
 from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mlxspec import log
 from mlxspec.config import BUILT_IN, Config, data_dir
-from mlxspec.files import WEIGHT_FILES, default_cache_dir, read_json
+from mlxspec.files import WEIGHT_FILES, default_cache_dir, format_size, read_json
 from mlxspec.model.cards import Mode, cards, target_of
-from mlxspec.types import Json, UnsupportedModel, line_of
+from mlxspec.types import Json, UnsupportedModel, UserError, line_of
 
 # Where other programs keep models in mlx-lm's format: NAME or PUBLISHER/NAME in each.
 FOLDERS = (
@@ -31,6 +36,7 @@ HUB_FILES = (*WEIGHT_FILES, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jsonl
 # Fields that only a head's config.json has.
 HEAD_FIELDS = {"speculators_model_type", "dflash_config", "markov_rank", "draft_vocab_size"}
 STORED = "*-" + "[0-9a-f]" * 8  # matches the names that `storage_name` returns
+NAMED = r"[\w.-]*\d[\w.-]*"  # matches a repository's name, without its owner
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -124,9 +130,10 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
         raise UnsupportedModel(f"{name!r} may be any of {full_names}; give the whole name")
     for full_name in full_names:
         return _checked(models[full_name], full_name, draft)
+    guess = f"; did you mean mlx-community/{name}?" if re.fullmatch(NAMED, name) else ""
     raise UnsupportedModel(
         f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME,"
-        f" nor one of `mlxspec models` ({', '.join(built_in)})",
+        f" nor one of `mlxspec models` ({', '.join(built_in)}){guess}",
     )
 
 
@@ -225,18 +232,75 @@ def _shards(path: Path) -> set[str]:
         raise UnsupportedModel(f"{index} is not an index of weight files; download it") from error
 
 
+def remove(name: str, cache_dir: Path) -> int:
+    """Delete a downloaded model, by its hub id or the last part of it, or the built-in one, and
+    return its bytes. Raises OSError, and UnsupportedModel where it is not there or is another
+    program's."""
+    from huggingface_hub import constants
+
+    if name in cards():
+        folders = list((cache_dir / "models").glob(f"{name}-*"))
+    else:
+        found = sorted(full for full in installed() if name in (full, Path(full).name))
+        if len(found) > 1:
+            raise UnsupportedModel(f"{name!r} may be any of {found}; give the whole name")
+        name = "".join(found) or name
+        # A download that was stopped has no snapshot, so it is not among those installed.
+        folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+        folders = [folder] if _is_hub_id(name) and folder.is_dir() else []
+        if found and not folders:
+            raise UnsupportedModel(
+                f"{installed()[name]} is another program's; delete it there",
+            )
+    if not folders:
+        raise UnsupportedModel(f"{name} is not on this disk; mlxspec models lists what is")
+    freed = 0
+    for folder in folders:
+        freed += sum(f.stat().st_size for f in folder.rglob("*") if not f.is_symlink())
+        shutil.rmtree(folder)
+    return freed
+
+
+def _download_bytes(info: Any) -> int:
+    """The size of the files of a repository that would be downloaded, as far as the hub says."""
+    files = getattr(info, "siblings", None) or ()
+    wanted = (f for f in files if any(fnmatch(f.rfilename, pattern) for pattern in HUB_FILES))
+    return sum(file.size or 0 for file in wanted)
+
+
+def _check_disk(name: str, size: int) -> None:
+    """Say how much is downloaded. Raises UnsupportedModel where the disk has no room for it."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise UnsupportedModel(
+            f"{name} has {format_size(size)}, and {format_size(free)} are free on the disk of"
+            f" {folder}; delete something, such as a model by mlxspec rm",
+        )
+    log.info("downloading %s: %s", name, format_size(size))
+
+
 def _download(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
     try:
+        cached = _cached(name)
         try:  # snapshot_download waits for this answer without limit
-            HfApi().model_info(name, timeout=HF_HUB_ETAG_TIMEOUT)
+            info = HfApi().model_info(name, timeout=HF_HUB_ETAG_TIMEOUT, files_metadata=True)
         except Exception:
-            if cached := _cached(name):
+            if cached:
                 return cached
             raise
+        if not cached:
+            _check_disk(name, _download_bytes(info))
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except UserError:
+        raise
     except Exception as error:  # the hub's client lets its HTTP library's own errors through
         raise UnsupportedModel(
             f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"

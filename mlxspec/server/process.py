@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any, NoReturn
@@ -26,7 +26,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mlxspec import blas, log
-from mlxspec.config import Config, ConfigError, as_flags, check_host, url_of
+from mlxspec.client import LOADING
+from mlxspec.config import BUILT_IN, Config, ConfigError, as_flags, check_host, url_of
+from mlxspec.service.doorman import Doorman
 from mlxspec.types import UserError, printable
 
 GRACE_S = 5  # for the last bytes of finished answers
@@ -69,8 +71,15 @@ def serve_model(
     with listener or bind(config) as listener:  # a used port is reported before the loading
         threading.stack_size(8 << 20)  # of the threads to come: llguidance recurses
         gc.disable()  # imports leave hardly any garbage, and collecting takes a seventh of them
+        door: AbstractContextManager[None] = nullcontext()
+        if not load_on_request:
+            why = (
+                f"{config.name or config.model or BUILT_IN} is being loaded; try again in a moment"
+            )
+            door = Doorman(listener, why, LOADING)
         try:
-            app = _load(config, load_on_request)
+            with door:
+                app = _load(config, load_on_request)
             gc.freeze()  # the first collection would walk all of it, during the first answer
         finally:
             gc.enable()
@@ -155,7 +164,8 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
         raise UserError(str(error)) from error
     from mlxspec.server.app import create_app
 
-    announce(f"mlxspec serve {as_flags(config)}")
+    if words := as_flags(config):
+        announce(f"mlxspec serve {words}")
     paths = {other.name: other.path for other in others}
     return create_app(worker, chosen.tokenizer, chosen.path, config=config, others=paths)
 
@@ -169,8 +179,7 @@ def announce(text: str) -> None:
 
 
 def bind(config: Config) -> socket.socket:
-    """The server's socket, not listening yet: while a model loads, connections are refused instead
-    of hanging. Raises ConfigError."""
+    """The server's socket, which does not listen yet. Raises ConfigError."""
     check_host(config.host, "--host")
     bound = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
@@ -265,12 +274,16 @@ def _wanted(record: logging.LogRecord) -> bool:
 def greeting(config: Config, models: Sequence[str], port: int) -> str:
     """What to do next: a curl line that works as it is."""
     url = url_of(config.host, port)
-    key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"' if config.api_key else ""
+    key = first = ""
+    if config.api_key:
+        key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"'
+        if os.environ.get("MLXSPEC_API_KEY") != config.api_key:
+            first = "\n  export MLXSPEC_API_KEY=...  # the server's key"
     others = ""
     if models[1:]:
         others = f"{', '.join(models[1:])}: loaded on first request\n"
     return f"""{models[0]} is served at {url}/v1
-{others}
+{others}{first}
   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'
 
 or open {url}/ in a browser

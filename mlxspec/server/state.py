@@ -181,8 +181,11 @@ class ServerState:
         for model, path in self.paths.items():
             if name == str(path) or folder in path.parts:
                 return model
+        same = [model for model in served if Path(model).name == name]
+        if len(same) == 1:  # without the publisher's name, as serve takes it
+            return same[0]
         names = ", ".join(map(repr, served))
-        why = f"model = {name[:MAX_NAME]!r} is not served here; send {names} or 'default'"
+        why = f"no model {name[:MAX_NAME]!r} here; send {names} or 'default'"
         raise ApiError(404, why, param="model", code="model_not_found")
 
     async def model(self, name: str | None) -> TextModel:

@@ -4,7 +4,6 @@ Rule: a process that did not record its end has crashed. A server that cannot st
 with the reason, so that no client hangs and launchd does not restart it in a loop.
 """
 
-import json
 import os
 import socket
 import threading
@@ -17,12 +16,12 @@ from pathlib import Path
 from mlxspec import log
 from mlxspec.config import load
 from mlxspec.files import lock, write_atomic
+from mlxspec.service.doorman import turn_away
 from mlxspec.types import UserError
 
 SAFE_CRASHES, WINDOW_S = 3, 600.0
 LOG_BYTES, ROTATE_S = 10 << 20, 15.0
 REFUSE_S = 60.0  # then it exits, and the next connection tries again
-CLIENT_S = 2.0  # for a refused client to send its request
 
 
 def files() -> tuple[Path, Path]:
@@ -97,23 +96,10 @@ def refuse(listener: socket.socket, reason: str) -> None:
     """Answer requests with 503 and the reason, for a while."""
     log.error("the server cannot start: %s", reason)
     message = f"mlxspec cannot start: {reason}"
-    body = json.dumps({"error": {"message": message, "type": "unavailable"}})
-    answer = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Server: mlxspec\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
-    )
     end = time.monotonic() + REFUSE_S
     while (remaining := end - time.monotonic()) > 0:
         listener.settimeout(remaining)
-        with suppress(OSError):
-            client, _ = listener.accept()
-            with client:
-                client.settimeout(CLIENT_S)
-                client.recv(1 << 16)
-                client.sendall(answer.encode())
-                client.shutdown(socket.SHUT_WR)
-                while client.recv(1 << 16):  # closing before all is read would cut off the answer
-                    pass
+        turn_away(listener, message)
 
 
 def rotate(path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlxspec.client import ClientError, NotRunning, request
+from mlxspec.client import LOADING, ClientError, NotRunning, request
 from mlxspec.files import format_size
 from mlxspec.service import crashes, launchd
 from mlxspec.types import printable
@@ -61,7 +61,8 @@ def get_status(url: str, api_key: str = "") -> Status:
             why = "the service is stopped; run: mlxspec service start"
         return Status(url, "stopped", service, why=why)
     except ClientError as error:
-        return Status(url, "unwell", service, why=str(error))
+        state: State = "loading" if error.code == LOADING else "unwell"
+        return Status(url, state, service, why=str(error))
 
 
 def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:

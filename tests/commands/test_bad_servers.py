@@ -36,7 +36,7 @@ def test_a_server_that_answers_anything(value: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("http.client.HTTPConnection", Connection)
     with pytest.raises(ClientError):
-        chat.answer("http://localhost:1", "", {"messages": []}, "hello")
+        chat.Chat(("http://localhost:1", "")).ask("hello")
     assert status.get_status("http://localhost:1").state in ("unwell", "stopped")
     for around in (
         b'{"models": %s}',

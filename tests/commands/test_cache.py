@@ -78,12 +78,15 @@ def test_damaged_files_are_counted(root: Path) -> None:
 
 def test_clear_asks(root: Path) -> None:
     fill(root, MODEL, "m", 2).close(30)
+    history = root.parent / "chat-history"
+    history.touch()
     said = command("clear", typed="n\n")
     assert said.exit_code == 1 and str(root.parent) in said.output.replace("\n", "")
     assert command("clear").exit_code == 1  # nobody there to answer
-    assert len(list((root / MODEL).iterdir())) == 2
+    assert len(list((root / MODEL).iterdir())) == 2 and history.exists()
     said = command("clear", typed="y\n")
-    assert said.exit_code == 0 and "files deleted: 2\n" in said.output
+    assert said.exit_code == 0 and "files deleted: 3\n" in said.output
+    assert not history.exists()
     assert [path.name for path in root.iterdir()] == ["lock"]
 
 

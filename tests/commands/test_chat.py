@@ -1,12 +1,18 @@
 """The terminal chat, as its own process, against a small real server on a socket."""
 
+import fcntl
 import json
 import os
 import pty
+import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mlxspec.commands import display
+from tests.support.screen import shown
+
+CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")  # that control a terminal
 
 Answer = Callable[["Peer", dict[str, Any]], None]
 
@@ -26,7 +37,9 @@ class Peer(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def do_GET(self) -> None:
-        self.reply(200, {"object": "list", "data": [{"id": "tiny"}]})
+        self.server.asked.append(self.path)
+        model = {"id": "tiny", "context_window": self.server.context}
+        self.reply(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -53,6 +66,15 @@ class Peer(BaseHTTPRequestHandler):
             self.event({"choices": [], "usage": {"completion_tokens": len(pieces)}})
             self.wfile.write(b"data: [DONE]\n\n")
 
+    def event_stream(self, *deltas: Any, finish: str = "stop", usage: Any = None) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for delta in deltas:
+            self.event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+        self.event({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
     def event(self, body: Any) -> None:
         self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
         self.wfile.flush()
@@ -66,6 +88,8 @@ class Server(ThreadingHTTPServer):
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.asked: list[str] = []
+        self.context = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -221,25 +245,329 @@ def test_a_model_cannot_steer_the_terminal() -> None:
         assert chat(server.url, "x\n").stdout == "a[2Jbc\td\n"
 
 
+class Terminal:
+    """A chat at a terminal of 80 columns, which remembers what it showed."""
+
+    def __init__(self, home: Path, *words: str, term: str = "xterm-256color") -> None:
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        env = {**os.environ, "HOME": str(home), "TERM": term, "MLXSPEC_CACHE_DIR": str(home)}
+        env |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlxspec", *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            cwd=home,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is for it
+        )
+        os.close(theirs)
+        self.raw = self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """What was shown up to this text, without codes; what follows is for the next call."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            ready = select.select([self.ours], [], [], max(0.0, end - time.monotonic()))[0]
+            assert ready, f"{text!r} is not in {self.seen!r}"
+            try:
+                data = os.read(self.ours, 1 << 16).decode(errors="replace")
+            except OSError:
+                data = ""
+            assert data, f"ended without {text!r}: {self.seen!r}"
+            self.raw += data
+            self.seen += CODES.sub("", data).replace("\r", "")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+    def end(self) -> int:
+        """Ctrl-D at the prompt; the exit status."""
+        self.type("\x04")
+        try:
+            while os.read(self.ours, 1 << 16):
+                pass
+        except OSError:
+            pass
+        return self.process.wait(60)
+
+
+@contextmanager
+def terminal(home: Path, *words: str, term: str = "xterm-256color") -> Iterator[Terminal]:
+    made = Terminal(home, *words, term=term)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+        os.close(made.ours)
+
+
 def test_at_a_terminal_a_failure_is_not_the_end(tmp_path: Path) -> None:
     def second_works(peer: Peer, body: dict[str, Any]) -> None:
         return echo(peer, body) if len(server.bodies) == 2 else refuse(peer, body)
 
-    ours, theirs = pty.openpty()
-    with serving(second_works) as server, open(ours, "wb", buffering=0) as keyboard:
-        environ = {**os.environ, "HOME": str(tmp_path), "TERM": "dumb"}
-        process = subprocess.Popen(
-            command(server.url),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        os.close(theirs)
-        keyboard.write(b"one\ntwo\n/exit\n")
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert err.startswith(f"tiny at {server.url}. /exit or Ctrl-D ends the chat")
-    assert "error: the server answered 401: wrong API key; give --api-key" in err
+    with serving(second_works) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+        assert "/help lists the commands" in t.wait_for("> ")
+        t.type("one\n")
+        told = t.wait_for("> ")
+        assert "error: the server answered 401: wrong API key; give --api-key" in told
+        t.type("two\n")
+        assert "You said two." in t.wait_for("> ")
+        assert t.end() == 0
     assert contents(server.bodies[1]) == ["two"]
+
+
+def screen(t: Terminal) -> str:
+    """What the terminal shows in the end."""
+    return shown(t.raw)
+
+
+FENCED = "Here:\n\n```python\ndef f():\n\n    return 1\n```\n\n" + "A **bold** word. " * 9
+LISTED = "# Title\n\n1. one\n\n2. two <b>x</b>\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nred\nblue\n"
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_markdown_is_drawn_while_it_streams(size: int, tmp_path: Path) -> None:
+    """Each block once, however it is cut into pieces; words and what looks like HTML stay whole."""
+
+    def answer(peer: Peer, body: dict[str, Any]) -> None:
+        text = FENCED if body["messages"][-1]["content"] == "code" else LISTED
+        peer.stream(*(text[at : at + size] for at in range(0, len(text), size)))
+
+    with serving(answer) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+        for line in ("code", "list"):
+            t.wait_for("> ")
+            t.type(f"{line}\n")
+        t.wait_for("blue")
+        t.wait_for("> ")
+    lines = screen(t).splitlines()
+    code = lines.index("def f():")
+    assert lines[code - 2 : code + 4] == ["Here:", "", "def f():", "", "    return 1", ""]
+    bold = [line for line in lines if "bold" in line]
+    assert len(bold) == 2 and " ".join(bold).split() == "A bold word.".split() * 9
+    assert [sum(wanted in line for line in lines) for wanted in ("Title", "1 one", "red")] == [
+        1
+    ] * 3
+    assert any("2 two <b>x</b>" in line for line in lines) and "blue" in lines
+    assert not any("|" in line or "```" in line or "**" in line for line in lines)
+    assert contents(server.bodies[-1])[1] == FENCED, "the conversation keeps what the model wrote"
+
+
+def test_a_long_answer_costs_no_more_than_its_length() -> None:
+    """A block of any length is drawn in parts, and its lines come once and in order."""
+    line = "x = 'some code that is neither short nor long'\n"
+    for text in (
+        f"```python\n{line * 2000}```\n",
+        "word " * 20_000,
+        "- item\n" + "  more\n" * 9000,
+    ):
+        parts, rest = [], ""
+        for at in range(0, len(text), 64):
+            rest += text[at : at + 64]
+            assert len(rest) <= display.MOST + 200
+            done, rest = display.split_blocks(rest)
+            parts += [done] if done else []
+        told = "".join([*parts, rest]).replace("```python\n", "").replace("```\n", "")
+        assert told == text.replace("```python\n", "").replace("```\n", "")
+
+
+def test_a_model_cannot_steer_the_drawn_terminal(tmp_path: Path) -> None:
+    evil = "a\x1b[2J\x1b]0;evil\x07 \x9b2J [bold]b[/bold] [go](http://evil.example/)\n"
+
+    def answer(peer: Peer, body: dict[str, Any]) -> None:
+        peer.event_stream({"reasoning_content": evil}, {"content": evil})
+
+    with serving(answer) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+        t.wait_for("> ")
+        t.type("x\n")
+        t.wait_for("go (http://evil.example/)")
+        t.wait_for("> ")
+    assert "\x1b[2J" not in t.raw and "\x1b]" not in t.raw and "\x9b" not in t.raw
+    assert "[bold]b[/bold]" in screen(t)
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_what_is_pasted_is_one_message(term: str, tmp_path: Path) -> None:
+    """Whether the terminal marks it or not; so is what stands between quotes."""
+    with serving(echo) as server, terminal(tmp_path, "chat", "--url", server.url, term=term) as t:
+        t.wait_for("> ")
+        text = "one\n\n  two\nthree"
+        t.type(f"\x1b[200~{text}\x1b[201~\n" if term != "dumb" else f"{text}\n")
+        t.wait_for("You said one")
+        t.wait_for("> ")
+        t.type('"""four\n')
+        t.wait_for("... ")
+        t.type("/exit\n")
+        t.wait_for("... ")
+        t.type('five"""\n')
+        t.wait_for("You said four")
+        t.wait_for("> ")
+        assert t.end() == 0
+    assert [contents(body)[-1] for body in server.bodies] == [text, "four\n/exit\nfive"]
+
+
+def test_quotes_in_a_pipe() -> None:
+    with serving(echo) as server:
+        done = chat(server.url, 'one\n"""two\nthree\n"""\n"""four\n')
+    assert done.returncode == 0
+    assert [contents(body)[-1] for body in server.bodies] == ["one", "two\nthree", "four"]
+
+
+def test_what_was_typed_is_remembered(tmp_path: Path) -> None:
+    """Between runs, by this user alone, up to a limit."""
+    file = tmp_path / "chat-history"
+    with serving(echo) as server:
+        with terminal(tmp_path, "chat", "--url", server.url) as t:
+            t.wait_for("> ")
+            t.type("\x1b[200~one\ntwo\x1b[201~\n")
+            t.wait_for("You said one")
+            t.wait_for("> ")
+            assert t.end() == 0
+        assert file.stat().st_mode & 0o777 == 0o600
+        lines = [json.dumps(f"old {n}") for n in range(2001)]
+        file.write_text("\n".join([*lines, file.read_text()]))
+        with terminal(tmp_path, "chat", "--url", server.url) as t:
+            t.wait_for("> ")
+            t.type("\x1b[A\n")
+            t.wait_for("You said one")
+            t.wait_for("> ")
+            t.type("\x1b[A\x1b[A\n")
+            t.wait_for("You said old 2000")
+    assert contents(server.bodies[1])[-1] == "one\ntwo"
+    assert len(file.read_text().splitlines()) < 1010 and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_cut_answer_says_so(tmp_path: Path) -> None:
+    def cut(peer: Peer, body: dict[str, Any]) -> None:
+        if len(body["messages"]) > 2:
+            why = {"message": "too long", "code": "context_length_exceeded"}
+            return peer.reply(400, {"error": why})
+        used = {"completion_tokens": 4, "prompt_tokens": 96}
+        peer.event_stream({"content": "half a w"}, finish="length", usage=used)
+
+    with serving(cut) as server:
+        full, limited = "the context is full; /reset starts", "cut off after max_tokens = 4"
+        for words, told in (((), full), (("--set", "max_tokens=4"), limited)):
+            done = chat(server.url, "one\n", *words)
+            assert (done.returncode, done.stdout) == (0, "half a w\n") and told in done.stderr
+        server.context = 100
+        with terminal(tmp_path, "chat", "--url", server.url) as t:
+            t.wait_for("> ")
+            t.type("one\n")
+            told = t.wait_for("> ")
+            assert full in told and "context: 100 of 100 tokens (100%)" in told
+            t.type("two\n")
+            assert "too long; /reset starts a new conversation" in t.wait_for("> ")
+
+
+def test_life_while_a_prompt_is_read(tmp_path: Path) -> None:
+    def slow(peer: Peer, body: dict[str, Any]) -> None:
+        assert body["return_progress"] and body["stream_options"]["include_usage"]
+        peer.send_response(200)
+        peer.end_headers()
+        read = {"total": 18_000, "cache": 0, "processed": 4_500, "time_ms": 1}
+        peer.event({"choices": [], "prompt_progress": read})
+        time.sleep(0.5)
+        peer.event({"choices": [{"index": 0, "delta": {"content": "done"}}]})
+        peer.wfile.write(b"data: [DONE]\n\n")
+
+    with serving(slow) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+        t.wait_for("> ")
+        t.type("x\n")
+        t.wait_for("reading the prompt: 25% of 18,000 tokens")
+        t.wait_for("done")
+        t.wait_for("> ")
+    assert "reading" not in screen(t) and "done" in screen(t)
+
+
+def test_commands(tmp_path: Path) -> None:
+    with serving(echo) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+
+        def say(line: str) -> str:
+            t.type(f"{line}\n")
+            t.wait_for("\n")
+            return " ".join(t.wait_for("> ").split())
+
+        t.wait_for("> ")
+        for word in ("/model", "/system", "/set", "/image", "/save", "/reset", "/exit"):
+            assert word in say("/help")
+        assert say("/set temperature 0.2") == "temperature = 0.2"
+        assert say("/set stop END") == 'temperature = 0.2, stop = "END"'
+        assert "no field 'temprature'; give one of temperature, top_p" in say("/set temprature 1")
+        assert say("/system Be brief.") == "system message: Be brief."
+        say("one")
+        assert say("/set temperature") == 'stop = "END"'
+        assert say('/system ""') == "system message: none"
+        say("two")
+        assert say("/model") == "* tiny (served)" and say("/model tiny") == "now tiny"
+        assert "there is no command /modle; /help lists them all" in say("/modle x")
+        say("/etc/hosts is what?")
+        say(" /help me")
+        assert "tiny reads text only" in say("/image x.png")
+        assert say("/save talk.md") == "saved to talk.md"
+        assert "talk.md: File exists; give another name" in say("/save talk.md")
+        assert say("/save talk.json") == "saved to talk.json"
+        assert say("/reset") == "a new conversation"
+        say("three")
+        assert t.end() == 0
+    first, second, third, blank, fourth = server.bodies
+    assert (first["temperature"], first["stop"]) == (0.2, "END") and "temperature" not in second
+    assert contents(first) == ["Be brief.", "one"] and contents(second)[0] == "one"
+    assert contents(third)[-1] == "/etc/hosts is what?" and contents(fourth) == ["three"]
+    assert contents(blank)[-1] == " /help me"
+    assert "## user\n\none\n\n## assistant\n\nYou said one.\n" in (tmp_path / "talk.md").read_text()
+    assert json.loads((tmp_path / "talk.json").read_text())[0] == {"role": "user", "content": "one"}
+
+
+def test_a_server_that_loads_is_waited_for() -> None:
+    asked: list[str] = []
+
+    def loading(peer: Peer) -> None:
+        asked.append(peer.path)
+        if len(asked) < 3:
+            return peer.reply(503, {"error": {"message": "it loads", "code": "loading"}})
+        peer.reply(200, {"data": [{"id": "tiny"}]})
+
+    with serving(echo) as server:
+        server.RequestHandlerClass = type("Loading", (Peer,), {"do_GET": loading})
+        done = chat(server.url, "one\n")
+    assert (done.returncode, done.stdout) == (0, "You said one.\n") and len(asked) == 3
+    assert done.stderr.count("it loads") == 1
+
+
+def test_another_model() -> None:
+    with serving(echo) as server:
+        chat(server.url, "one\n", "--model", "org/a b", "--set", "top_p=0.5")
+    assert server.asked == ["/v1/models/org/a%20b"] and server.bodies[0]["top_p"] == 0.5
+    done = chat(server.url, "one\n", "--set", "topp=1")
+    assert done.returncode == 2 and "there is no field 'topp'; give one of temp" in done.stderr
+
+
+def test_interrupt_at_a_drawn_terminal(tmp_path: Path) -> None:
+    """What was shown stays, once, and keys that are pressed meanwhile are not drawn into it."""
+
+    def slow(peer: Peer, body: dict[str, Any]) -> None:
+        if len(body["messages"]) > 1:
+            return echo(peer, body)
+        peer.stream("so **far**\n", end=False)
+        peer.connection.recv(1)
+
+    with serving(slow) as server, terminal(tmp_path, "chat", "--url", server.url) as t:
+        t.wait_for("> ")
+        t.type("one\n")
+        t.wait_for("so far")
+        t.type("tw")
+        time.sleep(0.5)
+        t.type("\x03")
+        assert "tw" not in t.wait_for("stopped")
+        t.wait_for("> ")
+        t.type("two\n")
+        t.wait_for("You said")
+        t.wait_for("> ")
+    assert contents(server.bodies[1])[:2] == ["one", "so **far**\n"]
+    assert screen(t).count("so far") == 1

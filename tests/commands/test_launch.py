@@ -20,7 +20,7 @@ from mlxspec.commands.launch import AGENTS
 MODEL = "org/It's a model"
 KEY = "it's a $KEY"
 SERVED = {"id": MODEL, "context_window": 65_536}
-OTHER = {"id": "other/model", "context_window": 8_192}
+OTHER = {"id": "other/model", "context_window": 32_768}
 AGENT = f"""#!{sys.executable}
 import json, os, sys
 print(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ)}}))
@@ -118,10 +118,13 @@ def test_an_agent_is_pointed_at_the_server(name: str, server: Server, env: dict[
 
 
 @pytest.mark.parametrize("name", ["claude", "codex"])
-def test_the_printed_line_does_the_same(name: str, env: dict[str, str]) -> None:
+def test_the_printed_lines_do_the_same(name: str, env: dict[str, str]) -> None:
     argv, seen = given(launch(env, name, "-p", "it's"))
     shown = launch(env, "--print", name, "-p", "it's")
-    assert shown.returncode == 0 and len(shown.stdout.splitlines()) == 1
+    lines = shown.stdout.splitlines()
+    begin = lines.index(f"{name} \\")
+    assert shown.returncode == 0 and all(line.startswith("export ") for line in lines[:begin])
+    assert lines[-1].endswith(""" -p 'it'"'"'s'""")
     done = subprocess.run(["/bin/sh", "-c", shown.stdout], env=env, capture_output=True, text=True)
     own = {"PWD", "OLDPWD", "SHLVL", "_"}
     again = given(done)
@@ -181,16 +184,25 @@ def test_another_of_the_served_models(env: dict[str, str]) -> None:
     assert "answered 404: send 'other/model' or 'default'" in why
 
 
-@pytest.mark.parametrize(("context", "warned"), [(8_192, True), (25_599, True), (25_600, False)])
+@pytest.mark.parametrize(("context", "told"), [(20_301, True), (40_599, True), (40_600, False)])
 def test_a_context_that_the_prompt_nearly_fills(
-    server: Server, env: dict[str, str], context: int, warned: bool
+    server: Server, env: dict[str, str], context: int, told: bool
 ) -> None:
     server.models["/v1/models/default"] = SERVED | {"context_window": context}
     done = launch(env, "claude")
     given(done)
-    told = f"warning: claude's own prompt takes about 12,800 of the context's {context:,} tokens"
-    assert done.stderr.startswith(told) == bool(done.stderr) == warned
+    why = f"warning: claude's own prompt takes about 20,300 of the context's {context:,} tokens, "
+    assert done.stderr.startswith(why) == bool(done.stderr) == told
     assert given(launch(env, "llm")) and not launch(env, "llm").stderr
+
+
+def test_a_context_that_the_prompt_overfills(server: Server, env: dict[str, str]) -> None:
+    """Each request would be refused. What is printed may be for another server."""
+    server.models["/v1/models/default"] = SERVED | {"context_window": 20_300}
+    why = refusal(launch(env, "claude"))
+    assert "20,300 of the context's 20,300 tokens; serve a model with a longer context" in why
+    shown = launch(env, "--print", "claude")
+    assert shown.returncode == 0 and "claude" in shown.stdout and "20,300" in shown.stderr
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:

@@ -2,20 +2,24 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from typer.testing import CliRunner
 
 from mlxspec import cli
 from mlxspec.commands import models
 from mlxspec.config import Config
-from mlxspec.model.hub import storage_name
+from mlxspec.model.hub import resolve, storage_name
+from mlxspec.types import UserError
 from tests.heads import packagings
 from tests.heads.packagings import SIDECAR
 from tests.tiny_tokenizer import save_tokenizer
@@ -279,3 +283,117 @@ def test_profiles(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert defaults == {"q": "seed 1", "q:a": "top_p 0.5, seed 1"}
     shown = CliRunner().invoke(cli.app, ["models"]).stdout
     assert "top_p 0.5, seed 1" in shown and "q:a" in shown
+
+
+def run(*words: str, typed: str = "") -> Any:
+    return CliRunner().invoke(cli.app, list(words), input=typed)
+
+
+def test_the_readme_s_models_are_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its table, with its sizes, whether they fit here; one that is here is listed once."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| \d+ GB *\| `([^`]+)` *\| +([\d.]+ GB) \|", readme, re.M))
+    assert len(rows) > 5
+    monkeypatch.setenv("MLXSPEC_MEMORY_GB", "8")
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    placed(tmp_path / ".lmstudio/models" / next(iter(rows)))
+    listed = json.loads(run("models", "--json").stdout)
+    names = [one["name"] for one in listed]
+    assert len(names) == len({*names}) and {*rows} < {*names}
+    for one in listed:
+        if one["path"] is None and one["name"] in rows:
+            assert (
+                models.format_size(one["bytes"]).replace("921.6 MB", "0.9 GB") == rows[one["name"]]
+            )
+            assert one["fits"] == ("yes" if one["bytes"] < 7 << 30 else "no")
+
+
+def test_a_narrow_terminal_has_a_line_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    placed(tmp_path / ".lmstudio/models/x/placed")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    models.models()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert lines[0].split() == ["name", "size", "here", "fits", "images", "tools", "head"]
+    assert len(lines) == 1 + len(json.loads(run("models", "--json").stdout))
+    assert max(map(len, lines)) <= 80
+    (line,) = (line.split() for line in lines if line.startswith("x/placed"))
+    assert line[2:5] == ["B", "yes", "yes"]
+
+
+def test_a_name_without_its_publisher() -> None:
+    for name, guess in (("Qwen3-8B-4bit", True), ("nonsense", False), ("a b4", False)):
+        said = str(run("pull", name).exception)
+        assert ("did you mean mlx-community/Qwen3-8B-4bit?" in said) == guess
+        assert ("did you mean" in said) == guess
+
+
+class Hub:
+    """The hub's answers about a repository."""
+
+    size = 3 << 30
+
+    def model_info(self, name: str, *, files_metadata: bool = False, **_: Any) -> Any:
+        files = {"model.safetensors": self.size, "pytorch_model.bin": 1 << 50, "config.json": None}
+        rows = [SimpleNamespace(rfilename=file, size=size) for file, size in files.items()]
+        return SimpleNamespace(siblings=rows if files_metadata else None)
+
+    def list_models(self, author: str, search: str, **_: Any) -> Any:
+        assert author == "mlx-community"
+        return iter([SimpleNamespace(id=f"{author}/{search}-8B-4bit", downloads=1234)])
+
+
+def test_a_download_says_its_size_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the files that are fetched count, and a disk without room for them is named."""
+
+    def fetch(name: str, **asked: Any) -> str:
+        if asked.get("local_files_only"):
+            raise LocalEntryNotFoundError("none")
+        assert "downloading x/big: 3.0 GB" in caplog.text
+        return str(placed(tmp_path / "big"))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with caplog.at_level("INFO"):
+        assert resolve("x/big", tmp_path, False).path == tmp_path / "big"
+    monkeypatch.setattr(Hub, "size", 1 << 60)
+    with pytest.raises(UserError, match=r"x/big has 1073741824\.0 GB, and .* are free on the disk"):
+        resolve("x/big", tmp_path, False)
+
+
+def test_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert "mlx-community/Qwen3-8B-4bit  1,234" in run("search", "Qwen3").stdout
+    monkeypatch.setattr(Hub, "list_models", lambda *_, **__: 1 // 0)
+    assert "the hub cannot be searched: " in str(run("search", "Qwen3").exception)
+
+
+def test_a_model_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of its repository, by any of its names; another program's stays."""
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    hub, built_in = tmp_path / "hub", tmp_path / "cache/models/smollm2-135m-instruct-fp32"
+    for name in ("a/one", "a/two", "b/two", "c/three"):
+        cached(hub, name)
+    placed(built_in)
+    placed(tmp_path / ".lmstudio/models/x/theirs")
+    (hub / "models--d--begun/blobs").mkdir(parents=True)  # a download that was stopped
+    assert run("rm", "a/one", typed="n\n").exit_code == 1 and (hub / "models--a--one").exists()
+    assert " KB freed" in run("rm", "a/one", typed="y\n").stdout
+    for name in ("three", "d/begun", "smollm2-135m-instruct", "b/two"):
+        assert run("rm", "--yes", name).exit_code == 0, name
+    for name, why in (
+        ("a/one", "a/one is not on this disk; mlxspec models lists what is"),
+        ("../hub", "../hub is not on this disk"),
+        ("", " is not on this disk"),
+        ("theirs", "x/theirs is another program's; delete it there"),
+    ):
+        assert why in str(run("rm", "--yes", name).exception)
+    assert [path.name for path in hub.iterdir()] == ["models--a--two"] and not built_in.exists()
+    cached(hub, "b/two")
+    assert "'two' may be any of ['a/two', 'b/two']" in str(run("rm", "--yes", "two").exception)

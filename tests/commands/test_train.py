@@ -23,7 +23,7 @@ from mlxspec.service.status import Status
 from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.training.run import install
-from mlxspec.training.samples import Sample, SampleFile, general_prompts
+from mlxspec.training.samples import Sample, SampleFile, general_prompts, held_out
 from mlxspec.training.trainer import Trainer
 from mlxspec.types import UserError
 from tests.heads import kinds
@@ -200,6 +200,18 @@ def test_what_fails_is_told_in_a_line_and_the_head_in_use_stays(
     found = resolve_model(Config(model=str(kinds.TARGET), cache_dir=str(cache))).draft
     assert found is not None and found.path.resolve() == used.resolve()
     assert {path.name for path in (cache / "heads").iterdir()} == {name, used.name}
+
+
+def test_few_tokens_are_learned_from_and_measured(
+    answered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever among the prompts those for measuring are: it does not work for minutes, then say
+    that nothing can be learned."""
+    last = sorted(PROMPTS, key=lambda prompt: held_out(prompt[0]))
+    assert held_out(last[-1][0]) and not held_out(last[0][0])
+    monkeypatch.setattr(train, "general_prompts", lambda: last)
+    assert command("--tokens", "1000", "--draft-vocab-size", "512") in (0, 1)
+    assert "held-out prompts: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

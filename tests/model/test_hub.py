@@ -106,9 +106,13 @@ def test_a_hub_id_is_downloaded_and_checked(
         (tmp_path / name).touch()
     asked: list[str] = []
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda n, **k: asked.append(n) or str(tmp_path)
-    )
+
+    def fetch(name: str, local_files_only: bool = False, **_: Any) -> str:
+        if not local_files_only:
+            asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert resolve("owner/repo", tmp_path, False).name == "owner/repo" and asked == ["owner/repo"]
 
 

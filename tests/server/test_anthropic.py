@@ -396,7 +396,7 @@ async def test_errors_have_anthropics_shape(make: Make) -> None:
     for body, status, kind, said in (
         ({"max_tokens": ...}, 400, "invalid_request_error", "max_tokens is missing"),
         ({"messages": [call]}, 400, "invalid_request_error", "messages[0].tool_calls"),
-        ({"model": "other"}, 404, "not_found_error", "model = 'other' is not served here"),
+        ({"model": "other"}, 404, "not_found_error", "no model 'other' here; send "),
         ({"messages": long}, 400, "invalid_request_error", "prompt is too long: "),
         ({"messages": long, "stream": True}, 400, "invalid_request_error", "prompt is too long: "),
     ):

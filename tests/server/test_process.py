@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 from mlxspec.config import Config, ConfigError
 from mlxspec.server import process
 from mlxspec.server.process import bind, greeting
+from mlxspec.service.status import get_status
 from tests.support import tiny
 from tests.support.live import live
 from tests.support.process_caller import Caller, serve, stop_me
@@ -431,9 +432,43 @@ def test_an_exit_that_nobody_asked_for_is_not_0(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.code == 3
 
 
-def test_the_key_is_not_printed() -> None:
-    text = greeting(Config(api_key="sesame"), ["tiny"], 81)
-    assert "sesame" not in text and '-H "Authorization: Bearer $MLXSPEC_API_KEY"' in text
+def test_the_key_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names a variable, which is to be set first unless it holds the key already."""
+    for variable in ("", "another", "sesame"):
+        monkeypatch.setenv("MLXSPEC_API_KEY", variable)
+        text = greeting(Config(api_key="sesame"), ["tiny"], 81)
+        assert "sesame" not in text and '-H "Authorization: Bearer $MLXSPEC_API_KEY"' in text
+        assert ("export MLXSPEC_API_KEY=" in text) == (variable != "sesame")
+
+
+def test_a_server_that_loads_says_so(tmp_path: Path) -> None:
+    """To clients of any API, to a browser, to `mlxspec status` and to a second server."""
+    code = (
+        "import threading, mlxspec.server.process as run; from mlxspec.config import Config\n"
+        "def load(*_):\n"
+        "    print('loading', flush=True); threading.Event().wait()\n"
+        "run._load = load; run.serve_model(Config(model='some/<model>', port={}))"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-c", code.format(port)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as loads:
+        try:
+            assert loads.stdout is not None and loads.stdout.readline() == "loading\n"
+            url = f"http://127.0.0.1:{port}"
+            with socket.create_connection(("127.0.0.1", port)):  # one that says nothing
+                now = get_status(url)
+            assert now.state == "loading" and "some/<model> is being loaded" in now.why
+            answer = httpx.post(f"{url}/v1/messages", json={"messages": "x" * 100_000})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+            assert answer.json()["error"]["code"] == "loading"
+            page = httpx.get(url, headers={"accept": "text/html"})
+            assert page.headers["content-type"] == "text/html; charset=utf-8"
+            assert "http-equiv=refresh" in page.text and "some/&lt;model&gt; is" in page.text
+            with pytest.raises(ConfigError, match="mlxspec already runs there; see mlxspec status"):
+                bind(Config(port=port))
+        finally:
+            loads.kill()
 
 
 def test_nothing_heavy_is_imported_before_blas() -> None:
@@ -441,6 +476,7 @@ def test_nothing_heavy_is_imported_before_blas() -> None:
     tree = ast.parse(Path(process.__file__).read_text("utf-8"))
     names = {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
     ours = {name for name in names if name and name.startswith("mlxspec")}
-    assert ours == {"mlxspec", "mlxspec.config", "mlxspec.types"}
+    light = {"mlxspec.client", "mlxspec.service.doorman"}  # the standard library alone
+    assert ours == {"mlxspec", "mlxspec.config", "mlxspec.types"} | light
     code = "import sys, mlxspec.server.process; sys.exit(bool({'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

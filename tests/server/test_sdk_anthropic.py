@@ -130,7 +130,7 @@ def test_models(agent: Any, anyio_backend: str) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"model": "other"}, anthropic.NotFoundError, "model = 'other' is not served here"),
+        ({"model": "other"}, anthropic.NotFoundError, "no model 'other' here; send "),
         (
             {"extra_body": {"temperature": 3}},
             anthropic.BadRequestError,

@@ -19,6 +19,7 @@ from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.engine.worker import Worker
 from mlxspec.server import state as front_module
 from mlxspec.server.app import create_app
+from mlxspec.server.errors import ApiError
 from mlxspec.server.process import greeting
 from mlxspec.types import ModelInfo, Served, UserError
 from tests.support import tiny
@@ -129,6 +130,17 @@ async def test_an_unknown_name_is_told_what_there_is(make: Make) -> None:
         answer = await s.post(path, {"model": "gpt-9", "messages": MESSAGES})
         assert answer.status == 404 and answer.error["code"] == "model_not_found"
         assert "send 'tiny', 'other' or 'default'" in answer.error["message"]
+
+
+async def test_the_publisher_s_name_may_be_left_out(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make().app.state.server
+    served = {"a/one": 1, "a/two": 2, "b/two": 3}
+    monkeypatch.setattr(type(server.worker), "models", served)
+    assert server.resolve_name("one") == server.resolve_name("one:latest") == "a/one"
+    with pytest.raises(ApiError, match="no model 'two' here; send 'a/one', 'a/two', 'b/two' or"):
+        server.resolve_name("two")
 
 
 async def test_a_tokenizer_loads_off_the_event_loop_and_once(

@@ -80,7 +80,7 @@ def test_a_running_server(at: At, model_dir: Path) -> None:
         assert run("load", "small", "--url", url).output.startswith("small is loaded, after ")
         assert run("stop", "small", "--url", url).output.startswith("small is unloaded, after ")
         assert made.engine.ordered == [("small", None), ("small", "unload")]
-        assert "'nope' is not served here" in error_of("load", "nope", "--url", url)
+        assert "no model 'nope' here; send " in error_of("load", "nope", "--url", url)
 
 
 def test_a_pinned_model_needs_force(at: At) -> None:

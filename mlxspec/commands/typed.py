@@ -1,0 +1,168 @@
+'''What a user types in the chat: one message a line, or several lines that are pasted at once or
+stand between """ and """. What was typed is remembered between runs.
+
+Rule: only the user may read the history; it has a bound, and a disk that takes no file is no error.
+'''
+
+import json
+import os
+import select
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlxspec.commands.plain import note
+
+HISTORY = "chat-history"  # the file in the cache directory
+REMEMBERED = 1000  # messages
+LONGEST = 4096  # characters of one that is remembered
+PASTE_S = 0.05  # between the lines of a paste, where the terminal does not mark it
+QUOTES = '"""'
+
+
+def typed(file: Path, words: Iterable[str], hint: str) -> Iterator[str]:
+    """The messages that a user types, with editing and the history in `file`, where Python has
+    readline. `words` are completed; Ctrl-C prints the `hint`, Ctrl-D ends."""
+    history, marked = _History(file), False
+    with suppress(ImportError):
+        marked = _edit(import_module("readline"), history, words)
+    while True:
+        try:
+            text = _message(marked)
+        except EOFError:
+            note("")
+            return
+        except KeyboardInterrupt:
+            note(f"\n{hint}")
+            continue
+        if text.strip():
+            history.add(text)
+            yield unquoted(text)
+
+
+def piped(lines: Iterable[str]) -> Iterator[str]:
+    """The messages in the lines of a file."""
+    kept: list[str] = []
+    for line in lines:
+        kept.append(line.rstrip("\n"))
+        if not _is_open(kept):
+            yield unquoted("\n".join(kept))
+            kept = []
+    if kept:
+        yield unquoted("\n".join(kept))
+
+
+def unquoted(text: str) -> str:
+    """A message without blanks around it, or the text between the quotes as it is; the blank stays
+    that makes / no command."""
+    begin, text = text[:2], text.strip()
+    if not text.startswith(QUOTES):
+        return f" {text}" if begin == " /" else text
+    return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+def _is_open(lines: Sequence[str]) -> bool:
+    """Whether quotes were opened and not closed yet."""
+    text = "\n".join(lines).strip()
+    return text.startswith(QUOTES) and (len(text) < 6 or not text.endswith(QUOTES))
+
+
+def _message(marked: bool) -> str:
+    """The lines of one message. `marked`: a paste comes as one line."""
+    lines = [_line("> ")]
+    while _is_open(lines) or (not marked and _waits()):
+        lines.append(_line("... "))
+    return "\n".join(lines)
+
+
+def _waits() -> bool:
+    """Whether more was typed or pasted already."""
+    return bool(select.select([sys.stdin], [], [], PASTE_S)[0])
+
+
+def _line(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    note(prompt, end="")  # stdout is for answers
+    return input()
+
+
+def _edit(readline: Any, history: "_History", words: Iterable[str]) -> bool:
+    """Set up line editing. Returns whether it marks what is pasted."""
+    readline.set_auto_history(False)
+    history.readline = readline
+    for text in history.read():
+        readline.add_history(text)
+    known = list(words)
+
+    def complete(begun: str, number: int) -> str | None:
+        return dict(enumerate(word for word in known if word.startswith(begun))).get(number)
+
+    readline.set_completer(complete)
+    readline.set_completer_delims(" \n")
+    if "libedit" in (readline.__doc__ or ""):
+        readline.parse_and_bind("bind ^I rl_complete")
+        return False
+    readline.parse_and_bind("tab: complete")
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    return os.environ.get("TERM", "dumb") != "dumb"
+
+
+class _History:
+    """The last messages, each a JSON text in a line of `file`; `last` is the newest."""
+
+    readline: Any = None
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.last = ""
+
+    def read(self) -> list[str]:
+        """The last messages; cuts the file where it has grown to twice as many."""
+        texts: list[str] = []
+        with suppress(OSError, ValueError):
+            lines = self.file.read_text("utf-8").splitlines()
+            if len(lines) > 2 * REMEMBERED:
+                self._write(lines[-REMEMBERED:], os.O_TRUNC)
+            for line in lines[-REMEMBERED:]:
+                self.last = str(json.loads(line))
+                texts.append(self.last)
+        return texts
+
+    def add(self, text: str) -> None:
+        """Remember a message, unless it is the last one again."""
+        if text == self.last:
+            return
+        self.last = text
+        if self.readline:
+            self.readline.add_history(text)
+        if len(text) <= LONGEST:
+            with suppress(OSError):
+                self._write([json.dumps(text)], os.O_APPEND)
+
+    def _write(self, lines: Sequence[str], how: int) -> None:
+        self.file.parent.mkdir(0o700, parents=True, exist_ok=True)
+        number = os.open(self.file, os.O_WRONLY | os.O_CREAT | how, 0o600)
+        with open(number, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """While the terminal is drawn to, keys are kept for the next message and not shown."""
+    try:
+        termios: Any = import_module("termios")
+        before = termios.tcgetattr(sys.stdin)
+    except Exception:  # no terminal
+        yield
+        return
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    try:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

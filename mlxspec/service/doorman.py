@@ -1,0 +1,60 @@
+"""Answers in place of a server that cannot start, or has not loaded its model yet: 503 and why, so
+that no client hangs or takes it for stopped. The standard library only.
+"""
+
+import html
+import json
+import select
+import socket
+from contextlib import suppress
+from threading import Thread
+
+CLIENT_S = 1.0  # for a client to send its request
+BACKLOG = 128  # connections that wait to be accepted
+RETRY_S = 2  # after which a browser asks again
+PAGE = "<!doctype html><meta http-equiv=refresh content={}><title>mlxspec</title><p>{}"
+
+
+class Doorman:
+    """Turns away all clients of a socket, which it lets listen, while its block is entered."""
+
+    def __init__(self, listener: socket.socket, message: str, code: str) -> None:
+        self.told = message, code
+        self.door = listener.dup()
+        self.ended, self.end = socket.socketpair()
+
+    def __enter__(self) -> None:
+        self.door.listen(BACKLOG)
+        self.door.setblocking(False)  # as the server's loop wants it
+        Thread(target=self._work, name="doorman", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self.end.close()
+
+    def _work(self) -> None:
+        with self.door, self.ended:
+            while self.ended not in select.select([self.door, self.ended], [], [])[0]:
+                turn_away(self.door, *self.told)
+
+
+def turn_away(listener: socket.socket, message: str, code: str = "") -> None:
+    """Answer the next connection: a browser with a page that tries again, others in JSON."""
+    with suppress(OSError):
+        client, _ = listener.accept()
+        with client:
+            client.settimeout(CLIENT_S)
+            kind = "application/json"
+            error = {"message": message, "type": "unavailable", "code": code}
+            body = json.dumps({"error": error}).encode()
+            if b"text/html" in client.recv(1 << 16):
+                kind = "text/html; charset=utf-8"
+                body = PAGE.format(RETRY_S, html.escape(message)).encode()
+            head = (
+                f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {kind}\r\n"
+                f"Content-Length: {len(body)}\r\nServer: mlxspec\r\n"
+                f"Retry-After: {RETRY_S}\r\nConnection: close\r\n\r\n"
+            )
+            client.sendall(head.encode() + body)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(1 << 16):  # closing before all is read would cut off the answer
+                pass

@@ -8,11 +8,10 @@ from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlxspec.types import UserError, printable
+from mlxspec.types import LOADING, UserError, printable
 
 TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
 POLL_S = 0.3  # between two queries whether the server has loaded its model
-LOADING = "loading"  # the code of a server's error while it loads its model
 MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 

@@ -18,6 +18,7 @@ FINAL_NORM: Tap = -1
 NULL_BLOCK = 0  # padding points here; it is never allocated
 STATE = -1  # in place of a pool's number: the recurrent states
 NOT_FINITE = -1  # in place of a sampled token: its logits are not finite
+LOADING = "loading"  # the code of the API's error while a server loads its model
 UNLIMITED = 1 << 24  # tokens: no context is longer
 MAX_CHOICES = 8
 MAX_PRIORITY = 1000  # the lowest goes first

@@ -244,7 +244,7 @@ def models(as_json: AsJson = False) -> None:
 
 def _print_narrow(local: Sequence[LocalModel]) -> None:
     """The same for a terminal of 80 columns: a line a model, without heads."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one in local:
         if one.kind == "profile":
             rows.append((one.name, "profile", "", "", "", "", ""))

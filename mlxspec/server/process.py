@@ -26,10 +26,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mlxspec import blas, log
-from mlxspec.client import LOADING
 from mlxspec.config import BUILT_IN, Config, ConfigError, as_flags, check_host, url_of
-from mlxspec.service.doorman import Doorman
-from mlxspec.types import UserError, printable
+from mlxspec.server.doorman import Doorman
+from mlxspec.types import LOADING, UserError, printable
 
 GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step

@@ -16,7 +16,7 @@ from pathlib import Path
 from mlxspec import log
 from mlxspec.config import load
 from mlxspec.files import lock, write_atomic
-from mlxspec.service.doorman import turn_away
+from mlxspec.server.doorman import turn_away
 from mlxspec.types import UserError
 
 SAFE_CRASHES, WINDOW_S = 3, 600.0

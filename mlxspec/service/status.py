@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlxspec.client import LOADING, ClientError, NotRunning, request
+from mlxspec.client import ClientError, NotRunning, request
 from mlxspec.files import format_size
 from mlxspec.service import crashes, launchd
-from mlxspec.types import printable
+from mlxspec.types import LOADING, printable
 
 TIMEOUT_S = 5.0
 

@@ -21,7 +21,8 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxspec.service import crashes, doorman
+from mlxspec.server import doorman
+from mlxspec.service import crashes
 from mlxspec.service.crashes import SAFE_CRASHES, WINDOW_S
 from tests.service.activator import Activator
 from tests.support import tiny

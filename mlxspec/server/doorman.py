@@ -10,6 +10,7 @@ from contextlib import suppress
 from threading import Thread
 
 CLIENT_S = 1.0  # for a client to send its request
+MAX_READS = 64  # of 64 KiB, of what a client goes on to send
 BACKLOG = 128  # connections that wait to be accepted
 RETRY_S = 2  # after which a browser asks again
 PAGE = "<!doctype html><meta http-equiv=refresh content={}><title>mlxspec</title><p>{}"
@@ -56,5 +57,6 @@ def turn_away(listener: socket.socket, message: str, code: str = "") -> None:
             )
             client.sendall(head.encode() + body)
             client.shutdown(socket.SHUT_WR)
-            while client.recv(1 << 16):  # closing before all is read would cut off the answer
-                pass
+            for _ in range(MAX_READS):  # closing before all is read would cut off the answer
+                if not client.recv(1 << 16):
+                    break

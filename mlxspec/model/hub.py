@@ -7,6 +7,7 @@ imports mlx before a model has to be converted.
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from hashlib import blake2b
 from itertools import islice, product
 from pathlib import Path
@@ -145,6 +146,37 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
     return installed().get(name)
 
 
+def hub_folder(name: str) -> Path:
+    """The folder of a repository in the hub's cache, whether or not it is there."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+
+
+def bytes_here(name: str) -> int:
+    """Bytes on this disk of a repository's files, whole or in part."""
+    files = [file for file in hub_folder(name).glob("blobs/*") if file.exists()]
+    return sum(file.stat().st_size for file in files)
+
+
+def download_bytes(name: str) -> int:
+    """The size of the files that a download takes, which is asked of the hub. Raises
+    UnsupportedModel."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+
+    try:
+        info = HfApi().model_info(name, timeout=HF_HUB_ETAG_TIMEOUT, files_metadata=True)
+    except Exception as error:  # the hub's client lets its HTTP library's own errors through
+        raise _not_downloaded(name, error) from error
+    wanted = [
+        file
+        for file in info.siblings or ()
+        if any(fnmatch(file.rfilename, pattern) for pattern in HUB_FILES)
+    ]
+    return sum(file.size or 0 for file in wanted)
+
+
 def _cached(name: str) -> Path | None:
     """The directory of a repository in the hub's cache."""
     from huggingface_hub import snapshot_download
@@ -225,9 +257,13 @@ def _download(name: str) -> Path:
                 return cached
             raise
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the hub's client lets its HTTP library's own errors through
-        raise UnsupportedModel(
-            f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"
-            " name and the network; if the hub says that it is gated, accept its terms there and"
-            " run `hf auth login`; or give a directory",
-        ) from error
+    except Exception as error:  # likewise
+        raise _not_downloaded(name, error) from error
+
+
+def _not_downloaded(name: str, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"
+        " name and the network; if the hub says that it is gated, accept its terms there and"
+        " run `hf auth login`; or give a directory",
+    )

@@ -7,7 +7,7 @@ queue and run.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,13 +77,14 @@ class ServerState:
     worker: Worker
     config: Config
     metrics: Metrics
-    paths: Mapping[str, Path]
+    paths: dict[str, Path]
     live: dict[str, Callable[[], Figures]] = field(default_factory=dict)
     finished: deque[Figures] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
     note: str = ""
     recorder: Recorder | None = None  # keeps answers for training, if set
     models: dict[str, TextModel] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: int = 0  # those that requests wait for
+    pulling: str = ""  # the model that is being downloaded
     unread: int = 0  # bytes of bodies that are not answered yet
     imaging: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"))
     fetching: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fetch"))

@@ -1,0 +1,33 @@
+"""Downloads a model in a process of its own: python -m mlxspec.model.puller NAME [HEAD].
+
+Rule: it ends when the process that started it closes its stdin or dies. Its last line on stderr is
+why it failed.
+"""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from mlxspec.model.hub import resolve
+from mlxspec.types import UnsupportedModel
+
+
+def main(name: str, head: str = "") -> None:
+    """Download what is missing of a model and of its head. Exits with 1 and the reason."""
+
+    def end_with_parent() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        resolve(name, Path(), False)
+        if head:
+            resolve(head, Path(), False, draft=True)
+    except UnsupportedModel as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -18,7 +18,9 @@ from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState
 
-FILES = ("index.html", "page.css", "page.js", "charts.js", "chat.js", "pictures.js", "icon.svg")
+SCRIPTS = ("page", "api", "dom", "numbers", "charts", "figures", "models", "pictures")
+SCRIPTS += ("chat", "turns", "markdown", "conversations", "settings", "vendor/marked.esm")
+FILES = ("index.html", "page.css", "chat.css", "icon.svg", *(f"{name}.js" for name in SCRIPTS))
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"

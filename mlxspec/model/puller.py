@@ -17,7 +17,7 @@ def main(name: str, head: str = "") -> None:
     """Download what is missing of a model and of its head. Exits with 1 and the reason."""
 
     def end_with_parent() -> None:
-        sys.stdin.buffer.read()
+        os.read(0, 1)  # sys.stdin has a lock, which would hold up the exit
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

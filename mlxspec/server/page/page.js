@@ -112,7 +112,7 @@ async function keep() {
 // ---- how programs reach the server
 
 function addresses() {
-  const flag = location.origin === "http://127.0.0.1:8080" ? "" : `--url ${location.origin} `;
+  const flag = location.host === "127.0.0.1:8080" ? "" : `--url ${location.origin} `;
   const said = { openai: `${location.origin}/v1`, anthropic: location.origin, ollama: location.origin };
   for (const name of ["claude", "codex", "opencode"]) said[name] = `mlxspec launch ${flag}${name}`;
   for (const row of document.querySelectorAll("[data-address]")) {

@@ -23,7 +23,11 @@ export function keep(talk) {
   // Another tab may have kept some meanwhile.
   let all = [...(talk.turns.length ? [entry] : []), ...stored().filter((one) => one.id !== talk.id)].slice(0, MOST);
   let size = 0;
-  all = all.filter((one) => (size += JSON.stringify(one).length) <= BYTES);
+  all = all.filter((one) => {
+    const more = JSON.stringify(one).length, fits = size + more <= BYTES;
+    size += fits ? more : 0;
+    return fits;
+  });
   while (!memory.write(NAME, all) && all.length) all.pop(); // other pages of this origin take room, too
   list();
   return !talk.turns.length || all[0]?.id === talk.id;

@@ -7,6 +7,7 @@ why it failed.
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from mlxspec.model.hub import resolve
@@ -23,10 +24,11 @@ def main(name: str, head: str = "") -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         resolve(name, Path(), False)
-        if head:
-            resolve(head, Path(), False, draft=True)
     except UnsupportedModel as error:
         sys.exit(str(error))
+    if head:
+        with suppress(UnsupportedModel):  # the model runs without it, and says so when it loads
+            resolve(head, Path(), False, draft=True)
 
 
 if __name__ == "__main__":

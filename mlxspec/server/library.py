@@ -13,13 +13,14 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxspec.files import weight_bytes
+from mlxspec.load.drafting import NONE
 from mlxspec.load.loader import room
 from mlxspec.load.resolve import draft_of, resolve_another
 from mlxspec.model.hub import bytes_here, download_bytes, hub_folder, installed
@@ -108,8 +109,8 @@ async def _pull(server: ServerState, name: str, size: int) -> Lines:
                     line = {"status": f"pulling {name}", "digest": name, "total": size}
                     yield {**line, "completed": min(count, size)}
             model = await asyncio.to_thread(resolve_another, name, server.config)
+            server.paths[model.name] = model.path  # before a request can ask for it
             await server.worker.add(model.name, model)
-            server.paths[model.name] = model.path
     finally:
         server.pulling = ""
     yield {"status": "success"}
@@ -117,9 +118,9 @@ async def _pull(server: ServerState, name: str, size: int) -> Lines:
 
 async def _download(server: ServerState, name: str) -> AsyncGenerator[int, None]:
     """Download a model and what drafts for it: the bytes that are here. Raises UnsupportedModel."""
-    words = [name]
-    if not server.config.draft:
-        words += filter(None, [draft_of(name, None, server.config)])
+    draft = server.config.draft
+    own = replace(server.config, draft=draft if draft == NONE else "")  # as resolve_another has it
+    words = filter(None, [name, draft_of(name, None, own)])
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "mlxspec.model.puller", *words),
         stdin=PIPE,
@@ -155,7 +156,7 @@ async def delete(http: HttpRequest, body: Named, _: TextModel) -> Response:
         why = f"{name} is in {folder}, not in the hub's cache; delete it there"
         raise ApiError(409, why, "model")
     users = [model for model, path in paths.items() if cached.name in path.parts]
-    loaded = [model for model in users if served[model].status != "unloaded"]
+    loaded = [name for name in users if name in served and served[name].status != "unloaded"]
     if loaded or server.pulling == name:
         why = f"unload {loaded[0]} first" if loaded else "it is being downloaded"
         raise ApiError(409, f"{name} cannot be deleted now: {why}", "model")
@@ -187,7 +188,13 @@ def _on_disk(server: ServerState) -> Json:
         if find_head(path).standalone:
             continue
         deletable = hub_folder(name).name in path.parts
-        rows.append({"name": name, "bytes": weight_bytes(path), "deletable": deletable})
+        rows.append(
+            {
+                "name": name,
+                "bytes": weight_bytes(path),
+                "deletable": deletable,
+            },
+        )
     return {"room": room(server.config), "pulling": server.pulling, "models": rows}
 
 

@@ -158,7 +158,7 @@ class ServerState:
             return self.worker.info.name
         folder = "models--" + name.replace("/", "--")  # of the hub's cache
         for model, path in self.paths.items():
-            if name == str(path) or folder in path.parts:
+            if model in served and (name == str(path) or folder in path.parts):
                 return model
         names = ", ".join(map(repr, served))
         why = f"model = {name[:MAX_NAME]!r} is not served here; send {names} or 'default'"

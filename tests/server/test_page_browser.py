@@ -222,7 +222,9 @@ def test_the_chat_by_keyboard(chromium: Any, base: str, monkeypatch: pytest.Monk
         for _ in range(11):
             page.keyboard.press("Tab")
             order.append(
-                page.evaluate("(({ id, className, hash }) => id || className || hash)(document.activeElement)")
+                page.evaluate(
+                    "(({ id, className, hash }) => id || className || hash)(document.activeElement)"
+                )
             )
         first = ["skip", "#chat", "#server", "#models", "talks-open", "model", "tune-open", "new"]
         assert order == [*first, "log", "say", "send"]
@@ -333,7 +335,7 @@ def test_a_lost_connection_is_shown(
         assert time.monotonic() - began < 15
         assert page.title() == "offline · mlxspec"
         assert page.locator("#requests tbody tr").first.inner_text().endswith("not known")
-        assert page.locator("#g-rate").inner_text() == "–"
+        assert page.locator("#g-rate").inner_text() == "\u2013"
         until(page, "!document.querySelector('.coming')")
         page.locator("#say").fill("again")
         page.keyboard.press("Enter")

@@ -154,7 +154,9 @@ def test_an_answer_is_never_markup(chromium: Any, base: str, player: Scripted) -
         names = "[...document.querySelectorAll('.assistant .body *')].flatMap((e) => e.getAttributeNames())"
         allowed = "class href title target rel type aria-label tabindex role disabled checked start"
         assert {*page.evaluate(names)} <= {*allowed.split()}
-        links = page.evaluate("[...document.querySelectorAll('.assistant .body a')].map((a) => a.href)")
+        links = page.evaluate(
+            "[...document.querySelectorAll('.assistant .body a')].map((a) => a.href)"
+        )
         assert links and all(link.startswith(("https://", "mailto:")) for link in links)
         assert "https://evil.example/track.png" in links  # as a link: it was not loaded
         said = page.locator(".assistant .body").inner_text()

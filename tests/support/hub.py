@@ -84,9 +84,7 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def hub_of(
-    repos: dict[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Hub]:
+def hub_of(repos: dict[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub that this process and those that it starts use, and their cache."""
     hub = Hub(repos, cache)
     hub.flows.set()

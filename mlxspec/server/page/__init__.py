@@ -18,9 +18,15 @@ from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState
 
-SCRIPTS = ("page", "api", "dom", "numbers", "charts", "figures", "models", "pictures")
-SCRIPTS += ("chat", "turns", "markdown", "conversations", "settings", "vendor/marked.esm")
-FILES = ("index.html", "page.css", "chat.css", "icon.svg", *(f"{name}.js" for name in SCRIPTS))
+SCRIPTS = "page api dom numbers charts figures models pictures chat turns markdown conversations"
+SCRIPTS += " settings vendor/marked.esm"
+FILES = (
+    "index.html",
+    "page.css",
+    "chat.css",
+    "icon.svg",
+    *(f"{name}.js" for name in SCRIPTS.split()),
+)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"

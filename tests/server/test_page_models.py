@@ -42,7 +42,7 @@ def test_a_model_from_the_hub_and_back(
         until(page, "document.getElementById('fetch-note').textContent.includes('mlx-community/')")
         assert page.locator("#fetch-go").is_hidden()
         page.get_by_label("Id of a model").fill(NAME)
-        page.get_by_role("button", name="Size").click()
+        page.get_by_role("button", name="Look up").click()
         until(page, "document.getElementById('fetch-note').textContent.includes('KB')")
         assert "It fits into memory" in page.locator("#fetch-note").inner_text()
         hub.flows.clear()
@@ -59,7 +59,7 @@ def test_a_model_from_the_hub_and_back(
             assert time.monotonic() < end
             time.sleep(0.05)
         hub.flows.set()
-        page.get_by_role("button", name="Size").click()
+        page.get_by_role("button", name="Look up").click()
         until(page, "!document.getElementById('fetch-go').hidden")
         page.get_by_role("button", name="Fetch", exact=True).click()
         until(page, "document.querySelectorAll('#served li').length === 2")

@@ -7,9 +7,11 @@ import { thumbnail } from "./pictures.js";
 
 const NEAR = 60; // pixels from the end that count as the end
 
+const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < NEAR;
+
 // Runs a change of the log. Whether to follow is decided before it, as one change may add many lines.
 export function keepPlace(change) {
-  const log = $("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+  const follows = atEnd();
   change();
   if (follows) toEnd();
 }
@@ -94,6 +96,9 @@ export class AnswerTurn {
 
 // Buttons inside rendered answers have no listeners of their own.
 export function setUpTurns() {
+  let follows = true; // of another size, the same lines may be more
+  $("log").addEventListener("scroll", () => (follows = atEnd()));
+  new ResizeObserver(() => follows && toEnd()).observe($("log"));
   $("log").addEventListener("click", ({ target }) => {
     if (target.classList.contains("copy-code")) copy(target.closest(".code").querySelector("code").textContent, target);
   });

@@ -1,6 +1,8 @@
 """The page's chat in a real browser: Markdown, conversations, what can be done with an answer."""
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -166,13 +168,22 @@ def test_an_answer_is_never_markup(chromium: Any, base: str, player: Scripted) -
         assert page.locator(".user .body").inner_text() == ATTACKS.strip()
 
 
-DEEP = ("> " * 4000 + "x", "*" * 9000 + "x", "[" * 5000, "- " * 3000 + "x", "`" * 5000 + "a")
+DEEP = (
+    "> " * 4000 + "x",
+    "*" * 9000 + "x",
+    "[" * 5000,
+    "- " * 3000 + "x",
+    "`" * 5000 + "a",
+    "**__a" * 4000,
+)
 
 
 @pytest.mark.parametrize("text", [*DEEP, MARKDOWN, ATTACKS, "x\r\n\r\ny\r\n"])
 def test_an_answer_in_pieces_looks_as_a_whole_one(chromium: Any, base: str, text: str) -> None:
     with opened(chromium, base) as page:
+        began = time.monotonic()
         whole = page.evaluate(WRITE, [text, len(text)])
+        assert time.monotonic() - began < 6  # marked alone takes longer for the last of DEEP
         for size in (1, 7, 64) if len(text) < 2000 else (500,):
             pieces = page.evaluate(WRITE, [text, size])
             assert pieces["text"] == whole["text"]
@@ -237,7 +248,7 @@ def test_what_is_said_of_an_answer(chromium: Any, base: str, player: Scripted) -
         until_live(page)
         say(page, "hello")
         note = page.locator(".assistant .note").inner_text()
-        assert " tokens · " in note and " · complete · " in note and "tokens/s" in note
+        assert " tokens · " in note and " · complete · " in note
         fold = page.locator(".assistant details.thought")
         assert fold.get_attribute("open") is None and "Reasoning" in fold.inner_text()
         assert "I look" not in page.locator(".assistant").inner_text()
@@ -323,6 +334,10 @@ def test_enter_during_an_answer_sends_when_it_has_ended(
         until(page, "document.querySelectorAll('.assistant:not(.coming)').length === 2")
         assert page.locator("#say").input_value() == ""
         assert page.locator("#chat-note").inner_text() == ""
+        said = (
+            r"\d+ tokens · \d+\.\d tokens/s · (complete|cut at the limit of tokens) · first after "
+        )
+        assert all(re.match(said, note) for note in page.locator(".note").all_inner_texts())
 
 
 def test_conversations_are_kept(chromium: Any, base: str, player: Scripted) -> None:

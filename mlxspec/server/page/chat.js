@@ -9,6 +9,7 @@ import { fault, settings, setUpSettings } from "./settings.js";
 import { AnswerTurn, errorTurn, keepPlace, setUpTurns, toEnd, userTurn } from "./turns.js";
 
 const OPEN = "mlxspec-open"; // in sessionStorage: the conversation of this tab
+const SPOKEN = 500; // characters of an answer that a screen reader says when it has ended
 const LOCKED = "the server asks for its API key: enter it, then send this again";
 
 let talk = fresh();
@@ -165,7 +166,7 @@ async function answer(mine, turns) {
   view.made.classList.add("coming");
   toEnd();
   busy(true);
-  const found = { text: "", thought: "", usage: null, finish: "", read: "", began: performance.now(), first: 0, wrote: 0 };
+  const found = { text: "", thought: "", usage: null, finish: "", most: info()?.context ?? Infinity, read: "", began: performance.now(), first: 0, wrote: 0 };
   const wait = () => put(view.waits, found.first ? "" : loading ? `loading ${loading} first` : found.read);
   const told = setInterval(wait, 250);
   let wrong = null;
@@ -197,7 +198,7 @@ function settle(mine, turns, view, found, stopped, wrong) {
     if (here) show(mine.turns);
     return wrong ?? { message: stopped ? "" : "the model returned an empty answer" };
   }
-  const most = info()?.context ?? Infinity, { usage } = found;
+  const { usage, most } = found;
   if (usage) mine.used = usage.prompt_tokens + usage.completion_tokens;
   const full = found.finish === "length" && mine.used >= most;
   const reason = stopped ? "stopped" : wrong ? "broke off" : full ? "cut: the context is full" : REASONS[found.finish] ?? found.finish;
@@ -206,10 +207,10 @@ function settle(mine, turns, view, found, stopped, wrong) {
   view.thinkingEnds(found.thinking);
   view.end(made.note);
   mine.turns = [...turns, made];
-  const fits = keep(mine);
+  const fits = mine.gone || keep(mine);
   if (!here) return null;
   shown.push({ turn: made, made: view.made });
-  put($("answered"), `Answer complete: ${reason}`);
+  put($("answered"), `Answer, ${reason}: ${view.body.textContent.slice(0, SPOKEN)}`);
   if (!fits) note("This conversation is too long to be kept in the browser");
   gauge();
   if (full) return { message: "The context is full. Begin a new chat, or edit an earlier message.", full, kept: true };
@@ -316,7 +317,10 @@ export function setUpChat(locked) {
   setUpPictures(sees);
   setUpTurns();
   setUpSettings();
-  setUpConversations(open, begin);
+  setUpConversations(open, () => {
+    talk.gone = true; // an answer that still comes does not bring it back
+    begin();
+  });
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask();

@@ -6,7 +6,8 @@ import { button, element, fill } from "./dom.js";
 import { Lexer } from "./vendor/marked.esm.js";
 
 const DEEPEST = 24; // nested lists and quotes; what lies deeper is shown as it was written
-const SLOW_MS = 500; // of one parse; the rest of such an answer is plain text
+const SLOW_MS = 250; // of one parse; the rest of such an answer is plain text
+const STEP = 4096; // characters of a long text that are parsed at a time, so that a slow one is found out early
 const SHARE = 32; // parse again when the open part has grown by one of so many parts
 const BLOCKS = new Set(["P", "UL", "OL", "LI", "BLOCKQUOTE", "H3", "H4", "H5", "H6"]);
 const LINK = /^(https?|mailto):/i;
@@ -146,8 +147,12 @@ export class Writer {
   }
 
   add(piece) {
-    this.all += piece;
-    this.open += piece;
+    for (let at = 0; at < piece.length; at += STEP) {
+      const part = piece.slice(at, at + STEP);
+      this.all += part;
+      this.open += part;
+      if (piece.length > STEP) this.draw(false);
+    }
     this.frame ||= requestAnimationFrame(() => this.draw(false));
   }
 
@@ -181,14 +186,15 @@ export class Writer {
     this.open = this.open.replace(/\r\n?/g, "\n");
     work.parsed += this.open.length;
     const began = performance.now();
-    let tokens;
+    let tokens, slow = true;
     try {
       tokens = new Lexer({ gfm: true, breaks: true }).lex(this.open);
-      fill(this.tail, (made) => blocks(made, tokens));
+      slow = performance.now() - began > SLOW_MS;
+      if (!slow) fill(this.tail, (made) => blocks(made, tokens));
     } catch { // nested too deeply for the stack
-      tokens = null;
+      slow = true;
     }
-    if (!tokens || performance.now() - began > SLOW_MS) {
+    if (slow) {
       this.plain = true;
       this.tail.classList.add("plain");
       this.tail.textContent = this.open;

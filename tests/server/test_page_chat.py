@@ -338,6 +338,14 @@ def test_enter_during_an_answer_sends_when_it_has_ended(
             r"\d+ tokens · \d+\.\d tokens/s · (complete|cut at the limit of tokens) · first after "
         )
         assert all(re.match(said, note) for note in page.locator(".note").all_inner_texts())
+        page.locator("#say").fill("a system")
+        page.locator("#say").press("Enter")
+        until(page, "document.querySelector('.coming .body')?.textContent.length > 5")
+        page.reload()
+        until_live(page)
+        assert page.locator(".user .body").last.inner_text() == "a system"
+        assert page.locator(".note").last.inner_text() == "broke off"
+        assert len(page.locator(".assistant .body").last.inner_text()) > 5
 
 
 def test_conversations_are_kept(chromium: Any, base: str, player: Scripted) -> None:

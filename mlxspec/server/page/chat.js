@@ -9,6 +9,7 @@ import { fault, settings, setUpSettings } from "./settings.js";
 import { AnswerTurn, errorTurn, keepPlace, setUpTurns, toEnd, userTurn } from "./turns.js";
 
 const OPEN = "mlxspec-open"; // in sessionStorage: the conversation of this tab
+const BROKEN = "broke off";
 const SPOKEN = 500; // characters of an answer that a screen reader says when it has ended
 const LOCKED = "the server asks for its API key: enter it, then send this again";
 
@@ -169,6 +170,8 @@ async function answer(mine, turns) {
   const found = { text: "", thought: "", usage: null, finish: "", most: info()?.context ?? Infinity, read: "", began: performance.now(), first: 0, wrote: 0 };
   const wait = () => put(view.waits, found.first ? "" : loading ? `loading ${loading} first` : found.read);
   const told = setInterval(wait, 250);
+  const leave = () => keep({ ...mine, turns: [...turns, ...(found.text || found.thought ? [made(found, BROKEN)] : [])] });
+  window.addEventListener("pagehide", leave);
   let wrong = null;
   try {
     const { first, body } = settings();
@@ -184,6 +187,7 @@ async function answer(mine, turns) {
     if (!(error instanceof Refused) && !control.signal.aborted) console.error(error);
   }
   clearInterval(told);
+  window.removeEventListener("pagehide", leave);
   running = null;
   busy(false);
   if (document.activeElement === document.body) $("say").focus(); // the button with the focus is hidden
@@ -201,20 +205,25 @@ function settle(mine, turns, view, found, stopped, wrong) {
   const { usage, most } = found;
   if (usage) mine.used = usage.prompt_tokens + usage.completion_tokens;
   const full = found.finish === "length" && mine.used >= most;
-  const reason = stopped ? "stopped" : wrong ? "broke off" : full ? "cut: the context is full" : REASONS[found.finish] ?? found.finish;
-  const made = { role: "assistant", content: found.text, note: summary(found, reason) };
-  if (found.thought) Object.assign(made, { thought: found.thought, thinking: found.thinking });
+  const reason = stopped ? "stopped" : wrong ? BROKEN : full ? "cut: the context is full" : REASONS[found.finish] ?? found.finish;
+  const turn = made(found, reason);
   view.thinkingEnds(found.thinking);
-  view.end(made.note);
-  mine.turns = [...turns, made];
+  view.end(turn.note);
+  mine.turns = [...turns, turn];
   const fits = mine.gone || keep(mine);
   if (!here) return null;
-  shown.push({ turn: made, made: view.made });
+  shown.push({ turn, made: view.made });
   put($("answered"), `Answer, ${reason}: ${view.body.textContent.slice(0, SPOKEN)}`);
   if (!fits) note("This conversation is too long to be kept in the browser");
   gauge();
   if (full) return { message: "The context is full. Begin a new chat, or edit an earlier message.", full, kept: true };
   return wrong && { ...wrong, kept: true };
+}
+
+// The turn of an answer.
+function made(found, reason) {
+  const { text, thought, thinking } = found;
+  return { role: "assistant", content: text, note: summary(found, reason), ...(thought ? { thought, thinking } : {}) };
 }
 
 const REASONS = { stop: "complete", length: "cut at the limit of tokens", tool_calls: "called a tool" };
@@ -244,6 +253,7 @@ async function read(response, view, found) {
       view.add(content);
     }
   }
+  if (!found.finish) throw new Refused("the connection to the server broke off");
 }
 
 function summary({ usage, began, first, wrote }, reason) {

@@ -155,8 +155,11 @@ def hub_folder(name: str) -> Path:
 
 def bytes_here(name: str) -> int:
     """Bytes on this disk of a repository's files, whole or in part."""
-    files = [file for file in hub_folder(name).glob("blobs/*") if file.exists()]
-    return sum(file.stat().st_size for file in files)
+    count = 0
+    for file in hub_folder(name).glob("blobs/*"):
+        with suppress(OSError):  # a file that is complete gets another name
+            count += file.stat().st_size
+    return count
 
 
 def download_bytes(name: str) -> int:

@@ -12,7 +12,7 @@ import shutil
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from pydantic import AliasChoices, Field
@@ -128,7 +128,7 @@ async def _download(server: ServerState, name: str) -> AsyncGenerator[int, None]
         stderr=PIPE,
         env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
     )
-    assert process.stderr
+    assert process.stdin and process.stderr
     said = asyncio.ensure_future(process.stderr.read())
     try:
         while not (await asyncio.wait((said,), timeout=POLL_S))[0]:
@@ -139,8 +139,7 @@ async def _download(server: ServerState, name: str) -> AsyncGenerator[int, None]
         yield await asyncio.to_thread(bytes_here, name)
     finally:
         said.cancel()
-        with suppress(ProcessLookupError):
-            process.kill()
+        process.stdin.close()  # ends it, if it has not ended
 
 
 async def delete(http: HttpRequest, body: Named, _: TextModel) -> Response:

@@ -137,6 +137,8 @@ def test_a_download_ends_with_its_client_and_goes_on_later(made: Library, hub: H
         assert second.status_code == 409 and "is being downloaded" in second.json()["error"]
         assert made.delete().status_code in (404, 409)
     until(lambda: not state.pulling)
+    parts = hub.cache / "models--owner--tiny-4bit/blobs"
+    until(lambda: not any(parts.glob("*.incomplete")))
     hub.flows.set()
     time.sleep(0.5)  # a download that went on would end now
     snapshot = hub.cache / f"models--owner--tiny-4bit/snapshots/{SHA}/model.safetensors"

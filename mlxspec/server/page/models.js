@@ -161,7 +161,7 @@ async function fetchIt() {
     }, fetching.signal);
     found = null;
   } catch (error) {
-    end = fetching.signal.aborted ? "Stopped; what came is kept, and fetching goes on from there." : error.message;
+    end = fetching.signal.aborted ? "Stopped; files that came whole are kept." : error.message;
   }
   fetching = null;
   drawFetch(end);

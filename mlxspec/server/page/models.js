@@ -80,7 +80,7 @@ async function refresh() {
     note(error.message);
   }
   drawDisk();
-  if (disk?.pulling && !fetching && !busy.size) put($("fetch-note"), `${disk.pulling} is being fetched for another client.`);
+  if (disk?.pulling && !fetching && !busy.size && !$("fetch-note").textContent) put($("fetch-note"), `${disk.pulling} is being fetched for another client.`);
 }
 
 // ---- what the buttons do

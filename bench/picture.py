@@ -60,6 +60,7 @@ def take(url: str, seconds: float, file: Path) -> None:
         browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.goto(url)
+        page.locator("#details summary").click()
         page.locator("#say").fill("What is the capital of France?")
         page.locator("#say").press("Enter")
         page.wait_for_timeout(1000 * max(0.0, until - time.monotonic()))

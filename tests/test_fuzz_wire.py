@@ -255,7 +255,7 @@ KINDS: dict[str, Noise] = {
     "4 with 3000 headers": doing(4, again=request("GET /health").replace(b"AUTH\r\n", LINES)),
     "8 with 100,000 trailers": doing(8, again=CHUNKS + b"0\r\n" + b"a:b\r\n" * 100_000 + b"\r\n"),
     "8 of requests without a pause": doing(8, again=request("GET /health") * 300, buffer=2048),
-    "8 pages that are not read": doing(8, again=request("GET /page/page.js") * 50, buffer=2048),
+    "8 pages that are not read": doing(8, again=request("GET /page/figures.js") * 50, buffer=2048),
     "12 streams that are not read": doing(12, STREAM, buffer=2048),
 }  # fmt: skip
 

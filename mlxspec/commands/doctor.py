@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mlxspec import __version__, blas
-from mlxspec.commands.models import damage, room, tools_of
+from mlxspec.commands.models import damage, tools_of
 from mlxspec.commands.options import AsJson, Model, log_to_stderr
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
@@ -125,6 +125,7 @@ def _profiles(config: Config) -> Iterator[Check]:
 
 def _models(config: Config) -> Iterator[Check]:
     """Each model that `serve` would load, with its draft model."""
+    from mlxspec.load.loader import room
     from mlxspec.load.resolve import models_of, on_disk
 
     limit = room(config)

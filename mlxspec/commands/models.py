@@ -93,16 +93,9 @@ def local_models(config: Config) -> list[LocalModel]:
     return local
 
 
-def room(config: Config) -> int:
-    """Bytes that a model's weights may take here, with nothing cached, whatever else runs."""
-    from mlxspec.engine.memory import headroom, total
-    from mlxspec.model.meter import working_set
-
-    return min(config.memory_bytes or total(), working_set()) - headroom()
-
-
 def _fits(config: Config, path: Path, size: int) -> str:
     """Whether a model is complete and fits into memory."""
+    from mlxspec.load.loader import room
     from mlxspec.model.hub import resolve
 
     try:
@@ -154,6 +147,8 @@ def damage(path: Path) -> list[str]:
 
 def suggested(config: Config) -> list[LocalModel]:
     """The models of the README's table, as if none was downloaded."""
+    from mlxspec.load.loader import room
+
     limit = room(config)
     return [
         LocalModel(name, "model", None, size, fits="yes" if size <= limit else "no")

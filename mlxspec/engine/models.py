@@ -7,7 +7,7 @@ is to be unloaded finishes its requests and takes no new ones, so no order starv
 import gc
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +16,13 @@ import mlx.core as mx
 from mlxspec import log
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
+from mlxspec.engine.orders import Ended, LoadCommand, Order, Results, end_of
 from mlxspec.model import meter
 from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.types import (
     Check,
-    Finish,
     ModelInfo,
     OutOfMemory,
-    Output,
     Request,
     Served,
     Stats,
@@ -39,27 +38,6 @@ MAX_PASSED = 8  # steps of models with more important requests before one of ano
 RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadCommand:
-    """Load a model, and pin or unpin it unless `pin` is None; or unload it."""
-
-    model: str
-    load: bool
-    pin: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A command was carried out, or failed because of `error`."""
-
-    command: LoadCommand
-    error: str = ""
-
-
-Order = Request | LoadCommand
-Results = list[Output | Ended]
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +80,7 @@ class ModelManager:
     `load_on_request` no model is loaded at launch.
     """
 
-    slots: Sequence[ModelSlot]
+    slots: list[ModelSlot]
     # (model, bytes of the loaded ones that stay) -> why it does not fit into memory, or ""
     memory_check: Callable[[ModelSlot, int], str] = lambda slot, staying: ""
     ttl: float = 0.0
@@ -111,6 +89,8 @@ class ModelManager:
     load_on_request: bool = False
     group: ProcessGroup = ALONE
     wired: bool = False  # wire the weights of the first model that is loaded
+    # (what the server resolved of a model) -> its slot; raises UserError
+    make_slot: Callable[[Any], ModelSlot] | None = None
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Order] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
@@ -188,10 +168,42 @@ class ModelManager:
             )
         return served
 
+    # ---- which models there are
+
+    def add(self, command: LoadCommand, model: Any) -> Results:
+        """Serve another model, not loaded yet; `model` is for `make_slot`. It may be there
+        already."""
+        if not self._find(command.model):
+            try:
+                slot = self.make_slot(model) if self.make_slot else None
+            except UserError as error:
+                return [Ended(command, str(error))]
+            if not slot:
+                return [Ended(command, "this server takes no more models; restart it with them")]
+            self.slots.append(slot)
+            self._turns.append(slot)
+        return [Ended(command)]
+
+    def remove(self, command: LoadCommand) -> Results:
+        """Serve a model no longer, unless it is the first, loaded, or about to be."""
+        slot = self._find(command.model)
+        if not slot:
+            return [Ended(command)]
+        if slot is self.slots[0]:
+            return [Ended(command, f"{command.model} is the server's first model, and stays")]
+        if slot.engine or any(self._slot(order) is slot for order in self._waiting):
+            return [Ended(command, f"{command.model} is loaded; unload it first")]
+        self.slots.remove(slot)
+        self._turns.remove(slot)
+        return [Ended(command)]
+
     # ---- orders
 
     def submit(self, order: Order) -> Results:
         """Start an order, or queue it until its model is loaded."""
+        if not self._find(order.model):
+            gone = f"{order.model} is no longer served; choose another model"
+            return end_of(order, "error", error=gone, fault="model")
         outputs = self._dispatch(order)
         return outputs if self._leaving else outputs + self._choose_evictions()
 
@@ -209,15 +221,20 @@ class ModelManager:
             try:
                 ready.add(order)
             except UserError as error:  # loading may have changed the limits it was checked with
-                return _end(order, "error", error=str(error), fault="prompt")
+                return end_of(order, "error", error=str(error), fault="prompt")
             return []
         elif slot.error and self.clock() - slot.failed < RETRY_S:
-            return _end(order, "error", error=slot.error, fault="model")
+            return end_of(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
         return []
 
     def _slot(self, order: Order) -> ModelSlot:
-        return next(slot for slot in self.slots if order.model in ("", slot.info.name))
+        slot = self._find(order.model)
+        assert slot
+        return slot
+
+    def _find(self, model: str) -> ModelSlot | None:
+        return next((slot for slot in self.slots if model in ("", slot.info.name)), None)
 
     def abort(self, id: str, index: int | None = None) -> Results:
         """End a request, or one choice of it; all of one that waits for its model."""
@@ -226,7 +243,7 @@ class ModelManager:
             outputs += engine.abort(id, index)
         for order in self._waiting:
             if isinstance(order, Request) and order.id == id:
-                return outputs + _end(order, "abort") + self.withdraw(order)
+                return outputs + end_of(order, "abort") + self.withdraw(order)
         return outputs
 
     def withdraw(self, order: Order) -> Results:
@@ -346,7 +363,7 @@ class ModelManager:
         outputs: Results = []
         for order in [order for order in self._waiting if self._slot(order) is slot]:
             self._waiting.remove(order)
-            outputs += _end(order, "error", error=slot.error, fault="model")
+            outputs += end_of(order, "error", error=slot.error, fault="model")
         return outputs + self._dispatch_waiting()
 
     def _unload(self, slot: ModelSlot) -> None:
@@ -373,13 +390,6 @@ class ModelManager:
             idle = slot.engine and not slot.busy and self.clock() - slot.used >= self.ttl
             if idle and not slot.pinned:
                 self._unload(slot)
-
-
-def _end(order: Order, finish: Finish, **reason: Any) -> Results:
-    """The end of a command, or the final output of each choice of a request."""
-    if isinstance(order, LoadCommand):
-        return [Ended(order, reason["error"])]
-    return [Output(order.id, index, (), finish=finish, **reason) for index in range(order.n)]
 
 
 def release_memory() -> None:

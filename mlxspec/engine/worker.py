@@ -19,7 +19,8 @@ import mlx.core as mx
 
 from mlxspec import log
 from mlxspec.engine.memory import CRITICAL, HOLD_S
-from mlxspec.engine.models import Ended, LoadCommand, ModelManager, Results
+from mlxspec.engine.models import ModelManager
+from mlxspec.engine.orders import Ended, LoadCommand, Results
 from mlxspec.types import (
     BACKGROUND,
     Busy,
@@ -154,21 +155,35 @@ class Worker:
         self._mailboxes |= dict.fromkeys(choices, mailbox)
         return mailbox
 
+    def add(self, name: str, model: Any) -> Awaitable[None]:
+        """Serve another model, which is loaded on its first request; `model` is for the manager's
+        `make_slot`. The future raises as that of `load`."""
+        return self._command(LoadCommand(name, False), self._manager.add, model)
+
+    def remove(self, name: str) -> Awaitable[None]:
+        """Serve a model no longer. The future raises UnsupportedModel if it has to stay."""
+        return self._command(LoadCommand(name, False), self._manager.remove)
+
     def load(self, name: str, pin: bool | None = None) -> Awaitable[None]:
         """Load a model, after the loads that wait already; pin or unpin it unless `pin` is None.
         The future raises UnsupportedModel and Dead.
 
         Raises Dead.
         """
-        return self._command(LoadCommand(name, True, pin))
+        return self._command(LoadCommand(name, True, pin), self._manager.submit)
 
     def unload(self, name: str) -> Awaitable[None]:
         """Unload a model once its requests have ended; if the future is cancelled before, it stays
         loaded."""
-        return self._command(LoadCommand(name, False))
+        return self._command(LoadCommand(name, False), self._manager.submit)
 
-    def _command(self, command: LoadCommand) -> Awaitable[None]:
-        self._send(partial(self._manager.submit, command))
+    def _command(
+        self,
+        command: LoadCommand,
+        order: Callable[..., Results],
+        *args: Any,
+    ) -> Awaitable[None]:
+        self._send(partial(order, command, *args))
         future = self._commands[command] = asyncio.get_running_loop().create_future()
 
         def done(_: object) -> None:

@@ -282,6 +282,12 @@ def verdict_file(config: Config) -> VerdictFile:
     return VerdictFile(cache_of(config) / KERNELS_DIR)
 
 
+def room(config: Config) -> int:
+    """Bytes that a model's weights may take here, with nothing cached, whatever else runs."""
+    most = config.memory_bytes or memory.total()
+    return min(most, meter.working_set()) - memory.headroom()
+
+
 def free_bytes(config: Config) -> int:
     """What a model may take, beside what MLX holds now. Ranks that one server started share the
     machine's memory."""

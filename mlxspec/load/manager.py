@@ -29,12 +29,15 @@ def make_manager(
 ) -> ModelManager:
     """The models for the engine thread. `load_on_request`: none is loaded at launch."""
     slots: list[ModelSlot] = []
-    for model in models:
+
+    def make_slot(model: ResolvedModel) -> ModelSlot:
         info = model.info
         # At least this rank's part; loading counts it.
         info = replace(info, weight_bytes=info.weight_bytes // group.size)
         start = partial(_load, model, slots, group)
-        slots.append(ModelSlot(start, info, model.name in config.pin))
+        return ModelSlot(start, info, model.name in config.pin)
+
+    slots.extend(map(make_slot, models))
     return ModelManager(
         slots,
         partial(_why_too_large, slots, config),
@@ -43,6 +46,7 @@ def make_manager(
         load_on_request=load_on_request,
         group=group,
         wired=config.wired,
+        make_slot=make_slot if group.size == 1 else None,  # other ranks know the settings' alone
     )
 
 

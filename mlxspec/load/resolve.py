@@ -166,6 +166,12 @@ def _configs(config: Config) -> list[Config]:
     return [config, *others]
 
 
+def resolve_another(model: str, config: Config) -> ResolvedModel:
+    """A model that a running server with these settings is to serve too. Raises
+    UnsupportedModel."""
+    return resolve_model(_configs(replace(config, others=(model,)))[1])
+
+
 def draft_of(model: str, path: Path | None, config: Config) -> str:
     """What drafts for a model: as set, else the head that was trained for it here, else the one
     that a card names, unless its own files hold one or are damaged. Raises UnsupportedModel."""

@@ -13,7 +13,6 @@ from fnmatch import fnmatch
 from hashlib import blake2b
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,7 +20,7 @@ from mlxspec import log
 from mlxspec.config import BUILT_IN, Config, data_dir
 from mlxspec.files import WEIGHT_FILES, default_cache_dir, format_size, read_json
 from mlxspec.model.cards import Mode, cards, target_of
-from mlxspec.types import Json, UnsupportedModel, UserError, line_of
+from mlxspec.types import Json, UnsupportedModel, line_of
 
 # Where other programs keep models in mlx-lm's format: NAME or PUBLISHER/NAME in each.
 FOLDERS = (
@@ -164,6 +163,40 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
     return installed().get(name)
 
 
+def hub_folder(name: str) -> Path:
+    """The folder of a repository in the hub's cache, whether or not it is there."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+
+
+def bytes_here(name: str) -> int:
+    """Bytes on this disk of a repository's files, whole or in part."""
+    count = 0
+    for file in hub_folder(name).glob("blobs/*"):
+        with suppress(OSError):  # a file that is complete gets another name
+            count += file.stat().st_size
+    return count
+
+
+def download_bytes(name: str) -> int:
+    """The size of the files that a download takes, which is asked of the hub. Raises
+    UnsupportedModel."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+
+    try:
+        info = HfApi().model_info(name, timeout=HF_HUB_ETAG_TIMEOUT, files_metadata=True)
+    except Exception as error:  # the hub's client lets its HTTP library's own errors through
+        raise _not_downloaded(name, error) from error
+    wanted = [
+        file
+        for file in info.siblings or ()
+        if any(fnmatch(file.rfilename, pattern) for pattern in HUB_FILES)
+    ]
+    return sum(file.size or 0 for file in wanted)
+
+
 def _cached(name: str) -> Path | None:
     """The directory of a repository in the hub's cache."""
     from huggingface_hub import snapshot_download
@@ -236,8 +269,6 @@ def remove(name: str, cache_dir: Path) -> int:
     """Delete a downloaded model, by its hub id or the last part of it, or the built-in one, and
     return its bytes. Raises OSError, and UnsupportedModel where it is not there or is another
     program's."""
-    from huggingface_hub import constants
-
     if name in cards():
         folders = list((cache_dir / "models").glob(f"{name}-*"))
     else:
@@ -246,7 +277,7 @@ def remove(name: str, cache_dir: Path) -> int:
             raise UnsupportedModel(f"{name!r} may be any of {found}; give the whole name")
         name = "".join(found) or name
         # A download that was stopped has no snapshot, so it is not among those installed.
-        folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+        folder = hub_folder(name)
         folders = [folder] if _is_hub_id(name) and folder.is_dir() else []
         if found and not folders:
             raise UnsupportedModel(
@@ -259,13 +290,6 @@ def remove(name: str, cache_dir: Path) -> int:
         freed += sum(f.stat().st_size for f in folder.rglob("*") if not f.is_symlink())
         shutil.rmtree(folder)
     return freed
-
-
-def _download_bytes(info: Any) -> int:
-    """The size of the files of a repository that would be downloaded, as far as the hub says."""
-    files = getattr(info, "siblings", None) or ()
-    wanted = (f for f in files if any(fnmatch(f.rfilename, pattern) for pattern in HUB_FILES))
-    return sum(file.size or 0 for file in wanted)
 
 
 def _check_disk(name: str, size: int) -> None:
@@ -285,25 +309,26 @@ def _check_disk(name: str, size: int) -> None:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+    from huggingface_hub import snapshot_download
 
-    try:
-        cached = _cached(name)
-        try:  # snapshot_download waits for this answer without limit
-            info = HfApi().model_info(name, timeout=HF_HUB_ETAG_TIMEOUT, files_metadata=True)
-        except Exception:
-            if cached:
-                return cached
-            raise
-        if not cached:
-            _check_disk(name, _download_bytes(info))
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except UserError:
+    cached = _cached(name)
+    try:  # snapshot_download waits for this answer without limit
+        size = download_bytes(name)
+    except UnsupportedModel:
+        if cached:
+            return cached
         raise
-    except Exception as error:  # the hub's client lets its HTTP library's own errors through
-        raise UnsupportedModel(
-            f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"
-            " name and the network; if the hub says that it is gated, accept its terms there and"
-            " run `hf auth login`; or give a directory",
-        ) from error
+    if not cached:
+        _check_disk(name, size)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # likewise
+        raise _not_downloaded(name, error) from error
+
+
+def _not_downloaded(name: str, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"
+        " name and the network; if the hub says that it is gated, accept its terms there and"
+        " run `hf auth login`; or give a directory",
+    )

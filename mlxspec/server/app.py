@@ -19,7 +19,7 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
-from mlxspec.server import anthropic, embeddings, ollama, page, rerank
+from mlxspec.server import anthropic, embeddings, library, ollama, page, rerank
 from mlxspec.server.body import FIRST, Body, Items, Token, endpoint, report_ignored
 from mlxspec.server.chat_request import ChatRequest, check_ids, encode_prompt, render_prompt
 from mlxspec.server.content import READABLE
@@ -202,7 +202,8 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /metrics": prometheus,
     "GET /api/hello": hello,
     "GET /page/now": page.now,
-    "GET /page/{name}": page.file,
+    **library.ENDPOINTS,
+    "GET /page/{name:path}": page.file,
     "GET /v1/models": models,
     "POST /v1/models/load": endpoint(Load, load),
     "POST /v1/models/unload": endpoint(Load, load),

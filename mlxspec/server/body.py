@@ -154,16 +154,18 @@ def report_ignored(app: ASGIApp) -> ASGIApp:
 def endpoint(
     kind: type[Body],
     answer: Callable[[HttpRequest, Any, TextModel], Awaitable[ASGIApp]],
+    served: bool = True,
 ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
     """The endpoint for bodies of this kind: it returns what `answer` returns, cancels that when the
     client disconnects, and keeps no body. It raises ApiError, ClientDisconnect, and Busy if all
-    bodies that are not answered yet are too large together."""
+    bodies that are not answered yet are too large together. `answer` gets the default model where
+    the body's is not `served`."""
 
     async def respond(http: HttpRequest) -> ASGIApp:
         state, size = http.app.state.server, Size(http.app.state.server)
         try:
             body, http.scope[IGNORED] = await _parsed(http, kind, size)
-            model = await state.model(body.model)
+            model = await state.model(body.model if served else None)
             if files := body.content.files:
                 where = "input" if "input" in kind.model_fields else "messages"
                 reading = read_images(model, files, http.scope[IGNORED], where)

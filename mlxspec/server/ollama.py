@@ -2,7 +2,8 @@
 
 Rule: `options` count as fields of the body, so they are checked, refused and reported like others.
 Each line of a stream has the fields of the whole body; the last one has its counts. What this
-server does not support (Modelfiles, uploads) is refused with what to do instead.
+server does not support (Modelfiles, uploads) is refused with what to do instead. Its pull and
+delete are in `library`.
 """
 
 import json
@@ -188,8 +189,6 @@ def _end(choice: Choice, usage: Usage) -> Json:
 INSTEAD = {
     "/api/copy": "copy is not supported; name a model with --name when the server is started",
     "/api/create": "create is not supported; send system and options with each request",
-    "/api/delete": "delete is not supported; start the server without the model",
-    "/api/pull": "pull is not supported; start the server with the model, which downloads it",
     "/api/push": "push is not supported; upload the model's directory yourself",
 }
 

@@ -85,20 +85,23 @@ class ServerState:
     worker: Worker
     config: Config
     metrics: Metrics
-    paths: Mapping[str, Path]
+    paths: dict[str, Path]
     live: dict[str, Callable[[], Figures]] = field(default_factory=dict)
     finished: deque[Figures] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
     note: str = ""
     recorder: Recorder | None = None  # keeps answers for training, if set
     models: dict[str, TextModel] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: int = 0  # those that requests wait for
+    pulling: str = ""  # the model that is being downloaded
     unread: int = 0  # bytes of bodies that are not answered yet
     imaging: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"))
     fetching: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fetch"))
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
 
-    def __post_init__(self) -> None:
-        self.profiles = profiles_of(self.config.profiles, self.paths)
+    @property
+    def profiles(self) -> Mapping[str, Profile]:
+        """Of the models that are served now."""
+        return profiles_of(self.config.profiles, self.paths)
 
     @property
     def served(self) -> Mapping[str, Served]:
@@ -179,7 +182,7 @@ class ServerState:
             return self.worker.info.name
         folder = "models--" + name.replace("/", "--")  # of the hub's cache
         for model, path in self.paths.items():
-            if name == str(path) or folder in path.parts:
+            if model in served and (name == str(path) or folder in path.parts):
                 return model
         same = [model for model in served if Path(model).name == name]
         if len(same) == 1:  # without the publisher's name, as serve takes it

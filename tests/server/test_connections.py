@@ -174,7 +174,7 @@ def test_answers_that_are_never_read(start: Any, monkeypatch: pytest.MonkeyPatch
     socks = [place.connect(buffer=2048) for _ in range(3)]
     for sock in socks:
         sock.setblocking(False)
-    page = b"GET /page/page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    page = b"GET /page/figures.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
     end = time.monotonic() + WAIT_S
     alive = {*socks}
     while alive and time.monotonic() < end:
@@ -193,7 +193,7 @@ def test_who_reads_slowly_is_waited_for(start: Any, monkeypatch: pytest.MonkeyPa
     """For as long as something is read in each UNREAD_S, however long the whole takes."""
     monkeypatch.setattr(connections, "UNREAD_S", 1.5)
     place = start(buffer=4096)
-    page = b"GET /page/page.js HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    page = b"GET /page/figures.js HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     whole = place.ask(page)[2]
     sock = place.connect(page, buffer=2048)
     got, began = b"", time.monotonic()

@@ -202,7 +202,7 @@ async def test_a_stop_string(make: Make) -> None:
         ("/api/generate", {"raw": True, "format": "json"}, 400, "format with raw"),
         ("/api/generate", {"raw": True, "system": "be kind"}, 400, "system with raw"),
         ("/api/generate", {"suffix": "a", "tools": [LOOK]}, 400, "tools with raw"),
-        ("/api/pull", {"model": "llama3.2"}, 400, "start the server with the model"),
+        ("/api/pull", {"model": "llama3.2"}, 400, "such as 'mlx-community/llama3.2'"),
         ("/api/create", {}, 400, "create is not supported; send system"),
         ("/api/nothing", {}, 404, "/api/nothing: Not Found"),
         ("/api/chat", b"{", 400, "not a JSON object"),

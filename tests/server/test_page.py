@@ -1,6 +1,7 @@
 """The page: what is served to a browser, who gets it, and what its snapshots say."""
 
 import asyncio
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -25,6 +26,8 @@ Make = Callable[..., Server]
 HERE = Path(page.__file__).parent
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 KEY = Config(api_key="sesame")
+VENDORED = "vendor/marked.esm.js"
+OWN = [name for name in page.FILES if name != VENDORED]
 
 
 @pytest.fixture
@@ -81,26 +84,33 @@ async def test_every_file_and_its_headers(make: Make) -> None:
 def test_the_files_go_nowhere_else_and_hold_no_inline_code() -> None:
     """Nothing is loaded from elsewhere, and nothing could run that a policy would have to allow."""
     here = Path(page.__file__).parent
-    assert {p.name for p in here.iterdir() if p.suffix not in (".py", "") and p.is_file()} == {
-        *page.FILES
-    }
-    for name in page.FILES:
+    files = [path for path in here.rglob("*") if path.is_file() and path.suffix[:3] != ".py"]
+    names = {str(path.relative_to(here)) for path in files}
+    assert names == {*page.FILES, "vendor/marked.LICENSE"}
+    for name in OWN:
         text = (here / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|url\(|@import|['\"(]//\w", text), name
         if name.endswith(".js"):
             assert not re.search(
                 r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", text
             )
-            assert {m for m in re.findall(r'from "(.*?)"', text)} <= {
-                "./charts.js",
-                "./chat.js",
-                "./pictures.js",
-            }
+            assert {m for m in re.findall(r'from "(.*?)"', text)} <= {f"./{n}" for n in page.FILES}
+            assert len(text.splitlines()) <= 400, name
     html = (here / "index.html").read_text("utf-8")
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", html)
     assert {*re.findall(r'(?:src|href)="(.*?)"', html)} <= {
         f"/page/{name}" for name in page.FILES
-    } | {"#say"}
+    } | {"#say", "#chat", "#server", "#models"}
+
+
+def test_the_library_is_the_published_one() -> None:
+    """docs/dependencies.md has its version and hash; it stands with its licence."""
+    data = (HERE / VENDORED).read_bytes()
+    [version] = re.findall(rb"marked v([\d.]+) ", data[:200])
+    said = (Path(__file__).parents[2] / "docs/dependencies.md").read_text("utf-8")
+    assert f"marked {version.decode()}" in said and hashlib.sha256(data).hexdigest() in said
+    assert "Permission is hereby granted" in (HERE / "vendor/marked.LICENSE").read_text("utf-8")
+    assert not re.search(rb"innerHTML|\beval\(|Function\(|import\(|document\.|fetch\(", data)
 
 
 def test_what_the_script_looks_up_is_there() -> None:
@@ -114,6 +124,7 @@ def test_what_the_script_looks_up_is_there() -> None:
     )
     assert {*re.findall(r'\$\("([\w-]+)"\)', scripts)} <= {*ids}
     assert {f"g-{name}" for name in re.findall(r'gauge\("(\w+)"', scripts)} <= {*ids}
+    assert {*re.findall(r'aria-(?:controls|labelledby)="([\w-]+)"', html)} <= {*ids}
 
 
 # ---- who gets through

@@ -129,7 +129,8 @@ def opened(
         page.goto(url)
         yield page
         assert [line for line in said if not any(part in line for part in allowed)] == []
-        assert asked and all(one.startswith(f"{url}/") for one in asked), asked
+        own = url.partition("/#")[0]
+        assert asked and all(one.startswith(f"{own}/") for one in asked), asked
     finally:
         context.close()
 
@@ -188,7 +189,7 @@ LINES = "[...document.querySelectorAll('.chart .line.s0')].map(line => line.getA
 def test_figures_move_under_load(
     chromium: Any, base: str, tmp_path: Path, width: int, scheme: str
 ) -> None:
-    with opened(chromium, base, width, scheme) as page, load(base):
+    with opened(chromium, f"{base}/#server", width, scheme) as page, load(base):
         until_live(page)
         until(page, "parseFloat(document.getElementById('g-rate').textContent) > 0")
         until(page, "document.querySelectorAll('#requests tbody tr').length > 2")
@@ -198,6 +199,7 @@ def test_figures_move_under_load(
         until(page, f"{LINES}.every((line, n) => line && line !== {json.dumps(before)}[n])")
         assert page.locator("#serving").inner_text() == NAME  # as text: no element came of it
         assert page.locator("main b[onclick], header b").count() == 0
+        page.locator("#details summary").click()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "it scrolls sideways"
         )
@@ -217,12 +219,15 @@ def test_the_chat_by_keyboard(chromium: Any, base: str, monkeypatch: pytest.Monk
     with opened(chromium, base) as page:
         until_live(page)
         order = []
-        for _ in range(6):
+        for _ in range(11):
             page.keyboard.press("Tab")
             order.append(
-                page.evaluate("document.activeElement.id || document.activeElement.className")
+                page.evaluate(
+                    "(({ id, className, hash }) => id || className || hash)(document.activeElement)"
+                )
             )
-        assert order == ["skip", "model", "clear", "log", "say", "send"]
+        first = ["skip", "#chat", "#server", "#models", "talks-open", "model", "tune-open", "new"]
+        assert order == [*first, "log", "say", "send"]
         ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert ring == "solid"
         page.keyboard.press("Shift+Tab")
@@ -237,14 +242,14 @@ def test_the_chat_by_keyboard(chromium: Any, base: str, monkeypatch: pytest.Monk
         page.keyboard.press("Escape")
         until(page, "!document.querySelector('.coming')")
         assert page.locator(".turn.user .body").inner_text() == "hello\n<b>the world</b>"
-        assert "stopped" in page.locator(".turn.assistant .sub").inner_text()
+        assert page.locator(".turn.assistant .note").inner_text() == "stopped"
         assert page.evaluate("document.activeElement.id") == "say"
         page.keyboard.type("again")
         page.keyboard.press("Enter")
         page.locator("#stop").click()
         until(page, "document.getElementById('stop').hidden")
         until(page, "document.querySelectorAll('#requests .end-gone').length >= 1")
-        page.locator("#clear").click()
+        page.locator("#new").click()
         assert page.locator(".turn").count() == 0
 
 
@@ -262,9 +267,11 @@ def test_how_much_of_a_prompt_was_read(
             page,
             "/^\\d+ of \\d+ prompt tokens read$/.test(document.querySelector('.waits')?.textContent)",
         )
+        page.locator("nav a[href='#server']").click()
         until(page, "/^reading \\d+\\s*%$/.test(document.querySelector('.end-live')?.textContent)")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.keyboard.press("Escape")
+        page.locator("nav a[href='#chat']").click()
+        page.locator("#say").press("Escape")
         until(page, "!document.querySelector('.coming')")
 
 
@@ -277,6 +284,8 @@ def test_a_refused_message_stays_in_the_field(chromium: Any, base: str) -> None:
         assert "prompt is too long" in page.locator(".turn.error").inner_text()
         assert page.locator("#say").input_value().startswith("hello hello")
         assert page.locator(".turn").count() == 1
+        page.locator(".turn.error").get_by_role("button", name="New chat").click()
+        assert page.locator(".turn").count() == 0
 
 
 def test_the_key_is_asked_for_once_per_tab(chromium: Any, tmp_path: Path) -> None:
@@ -293,14 +302,21 @@ def test_the_key_is_asked_for_once_per_tab(chromium: Any, tmp_path: Path) -> Non
         until_live(page)
         page.locator("#say").fill("hello")
         page.locator("#say").press("Enter")
-        page.wait_for_selector(".turn.assistant")
+        until(page, "document.querySelector('.assistant') && !document.querySelector('.coming')")
         page.reload()
         until_live(page)
         assert page.locator("#key").is_hidden()
-        assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
+        assert page.evaluate("[document.cookie, ...Object.keys(localStorage)]") == [
+            "",
+            "mlxspec-chats",
+        ]
+        assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_a_lost_connection_is_shown(chromium: Any, tmp_path: Path) -> None:
+def test_a_lost_connection_is_shown(
+    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tab's title, in the list of requests, and in the chat, in words of this page's."""
     with ExitStack() as stack:
         server = stack.enter_context(ExitStack())
         base = server.enter_context(serving(tmp_path, Config()))
@@ -308,11 +324,24 @@ def test_a_lost_connection_is_shown(chromium: Any, tmp_path: Path) -> None:
             opened(chromium, base, allowed=["ERR_CONNECTION", "ERR_INCOMPLETE"])
         )
         until_live(page)
+        monkeypatch.setattr(SLOW, "pause", 0.2)
+        page.locator("#say").fill("hello")
+        page.keyboard.press("Enter")
+        until(page, "document.title.includes('tokens/s')")
         began = time.monotonic()
         server.close()
         until(page, "document.body.dataset.link === 'off'")
         assert "trying again" in page.locator("#link").inner_text()
         assert time.monotonic() - began < 15
+        assert page.title() == "offline · mlxspec"
+        assert page.locator("#requests tbody tr").first.inner_text().endswith("not known")
+        assert page.locator("#g-rate").inner_text() == "\u2013"
+        until(page, "!document.querySelector('.coming')")
+        page.locator("#say").fill("again")
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('.turn.error')")
+        said = page.locator("#log").inner_text()
+        assert "no connection to the server" in said and "fetch" not in said
 
 
 def test_gauges_agree_with_metrics(chromium: Any, base: str) -> None:
@@ -341,6 +370,7 @@ def test_gauges_agree_with_metrics(chromium: Any, base: str) -> None:
             cached + total["mlxspec_prompt_tokens_total"],
         ]
         assert total["mlxspec_generated_tokens_total"] >= total["mlxspec_rounds_total"]
+        page.locator("#details summary").click()
         held = page.evaluate(
             "[...document.querySelectorAll('#blocks b')].map(b => +b.innerText.replace(',', ''))"
         )
@@ -363,7 +393,7 @@ window.fetch = async (url, options) => {
 @contextmanager
 def fed(chromium: Any, base: str, feed: list[dict[str, Any]], **kw: Any) -> Iterator[Any]:
     """A page that gets these snapshots, then none. Each says what differs from a real one."""
-    with urllib.request.urlopen(f"{base}/page/now") as answer:
+    with urllib.request.urlopen(f"{base.partition('/#')[0]}/page/now") as answer:
         real = json.load(answer)
 
     made = json.dumps([real | change for change in feed])
@@ -401,9 +431,11 @@ def test_no_cell_is_cut_on_a_narrow_screen(chromium: Any, base: str) -> None:
         "gains": {n: 1.234 for n in (2, 4, 8, 16, 32)},
         "reason": "no Metal here, and a long reason why",
     }
-    with fed(chromium, base, [{"requests": rows, "kernels": {name: kernel}}], width=375) as page:
+    feed = [{"requests": rows, "kernels": {name: kernel}}]
+    with fed(chromium, f"{base}/#server", feed, width=375) as page:
+        page.locator("#details summary").click()
         until(page, "document.querySelectorAll('#requests tbody tr').length === 4")
-        boxes = "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+        boxes = "[...document.querySelectorAll('#server .scroll')].map(e => e.scrollWidth - e.clientWidth)"
         assert page.evaluate(boxes) == [0, 0, 0]
         text = page.locator("#requests").inner_text()
         assert "reading" in text and "97 %" in text.split("tool_calls")[0]

@@ -77,6 +77,8 @@ def test_pictures_are_sent_with_a_message(
         until(page, "document.querySelectorAll('.assistant:not(.coming)').length === 2")
         assert player.submitted[-1].prompt[: len(request.prompt) - 2] == request.prompt[:-2]
         assert page.evaluate("document.body.scrollWidth <= innerWidth")
+        box = page.locator("#send").bounding_box()
+        assert box and box["x"] + box["width"] <= width - 10
 
 
 def test_a_model_that_reads_text_takes_none(

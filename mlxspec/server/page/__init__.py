@@ -18,7 +18,15 @@ from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import ServerState
 
-FILES = ("index.html", "page.css", "page.js", "charts.js", "chat.js", "pictures.js", "icon.svg")
+SCRIPTS = "page api dom numbers charts figures models pictures chat turns markdown conversations"
+SCRIPTS += " settings vendor/marked.esm"
+FILES = (
+    "index.html",
+    "page.css",
+    "chat.css",
+    "icon.svg",
+    *(f"{name}.js" for name in SCRIPTS.split()),
+)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -58,6 +66,7 @@ async def now(http: HttpRequest) -> Response:
         "note": server.note,
         "unwell": server.unwell(),
         "models": [asdict(model) for model in models],
+        "profiles": {name: profile.base for name, profile in server.profiles.items()},
         "process": process,
         "refused": server.metrics.refused,
         "requests": [*live, *server.finished],

@@ -1,5 +1,7 @@
 // Small charts in plain SVG. Rule: one step to the left is one second; seconds without a value are a gap.
 
+import { element, fill, put } from "./dom.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 72, TOP = 8, BOTTOM = 1;
 export const SPAN = 180; // seconds that a chart shows
@@ -8,55 +10,6 @@ function shape(parent, kind, name) {
   const made = document.createElementNS(SVG, kind);
   made.setAttribute("class", name);
   return parent.appendChild(made);
-}
-
-export function element(parent, tag, name, text) {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text !== undefined) made.textContent = text;
-  return parent.appendChild(made);
-}
-
-// Fill `node` with what `build` makes, and change only what differs, so that selections, the focus and
-// transitions survive an update. Children with a data-key are matched by it.
-export function fill(node, build) {
-  const made = node.cloneNode(false);
-  build(made);
-  morph(node, made);
-}
-
-function morph(old, made) {
-  for (const { name } of [...old.attributes]) if (!made.hasAttribute(name)) old.removeAttribute(name);
-  for (const { name, value } of made.attributes) {
-    if (old.getAttribute(name) === value) continue;
-    if (name === "style") old.style.cssText = value; // the policy forbids the attribute
-    else old.setAttribute(name, value);
-  }
-  const key = (node) => node?.dataset?.key;
-  const kept = new Map([...made.children].filter(key).map((child) => [key(child), child]));
-  for (const child of [...old.children]) if (key(child) && !kept.has(key(child))) child.remove();
-  const known = new Map([...old.children].filter(key).map((child) => [key(child), child]));
-  let at = old.firstChild;
-  for (const child of [...made.childNodes]) {
-    const same = key(child) ? known.get(key(child)) : at;
-    if (!same || key(same) !== key(child) || same.nodeName !== child.nodeName) {
-      old.insertBefore(child, at);
-      continue;
-    }
-    if (same === at) at = at.nextSibling;
-    else old.insertBefore(same, at);
-    if (child.nodeType !== Node.TEXT_NODE) morph(same, child);
-    else if (same.data !== child.data) same.data = child.data;
-  }
-  while (at) {
-    const next = at.nextSibling;
-    at.remove();
-    at = next;
-  }
-}
-
-export function put(node, text) {
-  if (node.textContent !== text) node.textContent = text;
 }
 
 // The next of a few round numbers, so that the scale changes rarely.

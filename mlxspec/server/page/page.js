@@ -1,309 +1,31 @@
-// The page: a snapshot a second in, gauges, charts and tables out.
-// Rule: the server's data becomes text, never markup. Counters only grow; the page shows their differences.
+// The page: a snapshot a second in, its parts told of it; the API key; which view is open.
 
-import { SPAN, chart, element, fill, put, stack, table } from "./charts.js";
-import { complaint, setUp } from "./chat.js";
+import { OFFLINE, Refused, key, send } from "./api.js";
+import { know, pickModel, setUpChat, unlocked } from "./chat.js";
+import { $, copy, put } from "./dom.js";
+import { lost, presentRate, resized, show } from "./figures.js";
+import { setUpModels, showModels } from "./models.js";
 
-const $ = (id) => document.getElementById(id);
-const KEY = "mlxspec-key"; // in sessionStorage: gone with the tab
-const RECENT = 10, ACCEPT = 60; // seconds covered by the gauges and the table of drafts
-const BANDS = [[1, 1], [2, 2], [3, 3], [4, 4], [5, 6], [7, 8], [9, 12], [13, 16], [17, 99]];
-const PRESSURE = ["normal", "short", "very short"];
-const STATES = ["writing", "reading", "waiting"]; // decoding, in prefill, queued
+const VIEWS = ["chat", "server", "models"];
+const WIDE = matchMedia("(min-width: 1080px)"); // as in page.css: the chat is beside the other views
 
-const WAITING = 8; // rows of waiting requests; the rest is counted
+// ---- views
 
-let history = []; // totals by snapshot, at most SPAN + 1, none from before a reconnect
-let points = []; // values of the charts by second, at most SPAN; null without a snapshot
-let seen = null; // time of the newest snapshot: the server's clock and ours
-let undrawn = null; // the newest snapshot, until the browser draws it
-let loading = ""; // the name of the model that is loading
-let seeing = new Set(); // the names of the models that see images
-
-const sees = () => seeing.has($("model").value);
-
-// ---- numbers ---------------------------------------------------------------------------------------------
-
-const count = (n) => Math.round(n).toLocaleString("en");
-const fixed = (n) => (n >= 100 ? count(n) : n.toFixed(n >= 10 ? 1 : 2));
-const rate = (n) => (n >= 100 ? count(n) : n.toFixed(1));
-const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–");
-const seconds = (s) => (s < 10 ? `${s.toFixed(2)} s` : s < 100 ? `${s.toFixed(1)} s` : `${Math.round(s)} s`);
-
-function bytes(n) {
-  const units = ["B", "KB", "MB", "GB", "TB"];
-  let unit = 0;
-  for (; n >= 1000 && unit < 4; unit++) n /= 1024;
-  return `${n >= 100 || unit === 0 ? Math.round(n) : n.toFixed(n >= 10 ? 1 : 2)} ${units[unit]}`;
-}
-
-const sum = (list, of) => list.reduce((total, one) => total + of(one), 0);
-
-// The counters of a snapshot, summed over all models.
-function totals(now) {
-  const all = (name) => sum(now.models, (m) => m.stats[name]);
-  const drafts = new Map();
-  for (const m of now.models)
-    for (const [source, position, tried, kept] of m.stats.drafts) {
-      const key = `${source} ${position}`, at = drafts.get(key) ?? { source, position, tried: 0, kept: 0 };
-      drafts.set(key, { source, position, tried: at.tried + tried, kept: at.kept + kept });
-    }
-  const depths = sum([...drafts.values()], (one) => one.tried);
-  const names = ["generated_tokens", "prompt_tokens", "cached_tokens", "rounds", "running", "waiting", "prompt_left"];
-  return { time: now.time, drafts, depths, ...Object.fromEntries(names.map((name) => [name, all(name)])) };
-}
-
-// Differences over the last `span` seconds, or since the page connected; null before the second snapshot.
-function since(span) {
-  const last = history.at(-1);
-  let first = null;
-  for (let i = history.length - 2; i >= 0 && last.time - history[i].time <= span + 0.5; i--)
-    first = history[i];
-  return first && difference(last, first);
-}
-
-function difference(last, first) {
-  const made = { time: last.time - first.time, drafts: [] };
-  for (const name of ["generated_tokens", "prompt_tokens", "cached_tokens", "rounds", "depths"])
-    made[name] = last[name] - first[name];
-  for (const [key, { source, position, tried, kept }] of last.drafts) {
-    const old = first.drafts.get(key) ?? { tried: 0, kept: 0 };
-    made.drafts.push({ source, position, tried: tried - old.tried, kept: kept - old.kept });
+function choose() {
+  const named = location.hash.slice(1);
+  const view = VIEWS.includes(named) ? named : named === "say" ? (WIDE.matches ? document.body.dataset.view : "chat") : WIDE.matches ? "server" : "chat";
+  document.body.dataset.view = view;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
   }
-  return made;
+  if (named === "say") $("say").focus();
+  if (view === "server") resized();
 }
 
-const EMPTY = { time: 0, drafts: new Map(), generated_tokens: 0, prompt_tokens: 0, cached_tokens: 0, rounds: 0, depths: 0 };
+// ---- the connection
 
-// ---- drawing ---------------------------------------------------------------------------------------------
-
-const draw = {
-  generated: chart($("charts"), "Tokens/s", [""], rate),
-  prompt: chart($("charts"), "Prompt tokens/s", ["read", "cached"], rate),
-  round: chart($("charts"), "Tokens/round", [""], fixed),
-  depth: chart($("charts"), "Draft depth", [""], fixed),
-  queue: chart($("charts"), "Requests", ["running", "waiting"], count),
-  footprint: chart($("charts"), "Memory, GB", [""], fixed),
-};
-
-function show(now) {
-  const last = totals(now);
-  if (history.length && (last.time <= history.at(-1).time || last.rounds < history.at(-1).rounds)) history = []; // another process
-  const before = history.at(-1);
-  history.push(last);
-  history = history.slice(-SPAN - 1);
-  const step = before ? difference(last, before) : null;
-  const brief = last.running ? since(3) : step; // a slow round may take longer than a second
-  const point = {
-    generated: step && step.generated_tokens / step.time,
-    prompt: step && step.prompt_tokens / step.time,
-    cached: step && step.cached_tokens / step.time,
-    round: brief && brief.rounds > 0 ? brief.generated_tokens / brief.rounds : null,
-    depth: brief && brief.rounds > 0 ? brief.depths / brief.rounds : null,
-    running: last.running,
-    waiting: last.waiting,
-    footprint: now.process.footprint_bytes / 2 ** 30,
-  };
-  const mine = Date.now() / 1000, passed = !seen ? 1 : last.time > seen.time ? last.time - seen.time : mine - seen.mine;
-  const missed = Math.min(SPAN, Math.max(0, Math.round(passed) - 1)); // seconds without a snapshot
-  points.push(...Array(missed).fill(before ? point : null), point);
-  points = points.slice(-SPAN);
-  seen = { time: last.time, mine };
-  loading = now.loading;
-  if (!undrawn) requestAnimationFrame(render); // not called in a hidden tab
-  undrawn = [now, last];
-}
-
-function render() {
-  const [now, last] = undrawn;
-  undrawn = null;
-  if (last !== history.at(-1)) return; // the connection was lost
-  gauges(now, last);
-  lines();
-  accepted(last);
-  blocks(now);
-  memory(now);
-  models(now);
-  requests(now);
-  kernels(now);
-  put($("version"), now.version);
-  put($("note"), now.note);
-  const trouble = troubleOf(now);
-  link(trouble ? "trouble" : "live", trouble || "live");
-  const loaded = now.models.filter((m) => m.status === "loaded").map((m) => m.info.name);
-  put($("serving"), loaded.join(", ") || "no model loaded");
-  document.title = last.running ? `${$("g-rate").textContent} tokens/s · mlxspec` : "mlxspec";
-}
-
-const troubleOf = (now) => now.unwell || (now.loading ? `loading ${now.loading}` : "");
-
-function gauge(name, value, sub) {
-  put($(`g-${name}`), value);
-  put($(`g-${name}-sub`), sub);
-}
-
-function gauges(now, last) {
-  const brief = since(3), recent = since(RECENT), ever = difference(last, EMPTY);
-  const [over, of] = recent?.rounds > 0 ? [recent, `last ${RECENT} s`] : [ever, "since the start"];
-  const tried = sum(over.drafts, (d) => d.tried), kept = sum(over.drafts, (d) => d.kept);
-  const used = over.rounds > 0;
-  gauge("rate", brief ? rate(brief.generated_tokens / brief.time) : "–", `${count(last.generated_tokens)} in total`);
-  gauge("round", used ? fixed(over.generated_tokens / over.rounds) : "–", used ? of : "none yet");
-  gauge("kept", percent(kept, tried), tried ? of : "nothing drafted");
-  gauge("depth", used ? fixed(over.depths / over.rounds) : "–", used ? of : "none yet");
-  const left = last.prompt_left ? `, ${count(last.prompt_left)} tokens to read` : "";
-  gauge("running", count(last.running), `${count(last.waiting)} waiting${left}`);
-  const seen = last.cached_tokens + last.prompt_tokens;
-  gauge("hits", percent(last.cached_tokens, seen), `${count(last.cached_tokens)} of ${count(seen)}`);
-}
-
-function lines() {
-  const of = (name) => points.map((p) => p && p[name]);
-  const at = (name) => points.at(-1)[name];
-  const one = (name) => draw[name]([of(name)], [at(name)]);
-  one("generated");
-  draw.prompt([of("prompt"), of("cached")], [at("prompt"), at("cached")]);
-  one("round");
-  one("depth");
-  draw.queue([of("running"), of("waiting")], [at("running"), at("waiting")]);
-  one("footprint");
-}
-
-function accepted(last) {
-  const recent = since(ACCEPT), used = recent && recent.drafts.some((d) => d.tried > 0);
-  const drafts = (used ? recent : difference(last, EMPTY)).drafts.filter((d) => d.tried > 0);
-  put($("accept-span"), used ? `last ${ACCEPT} s` : "since the start");
-  const sources = [...new Set(drafts.map((d) => d.source))].sort();
-  const bands = BANDS.filter(([from]) => drafts.some((d) => d.position >= from));
-  const head = [["Source", "name"], ...bands.map(([a, b]) => [a === b ? `${a}` : b > 90 ? `${a}+` : `${a}–${b}`, "cell"])];
-  const rows = sources.map((source) => [
-    source || "other",
-    ...bands.map(([from, to]) => {
-      const some = drafts.filter((d) => d.source === source && d.position >= from && d.position <= to);
-      const tried = sum(some, (d) => d.tried), kept = sum(some, (d) => d.kept);
-      return (cell) => {
-        if (!tried) return;
-        cell.textContent = Math.round((100 * kept) / tried);
-        cell.title = `${count(kept)} of ${count(tried)} kept`;
-        element(cell, "span", "unseen", ` %, ${cell.title}`);
-        cell.style.setProperty("--heat", (kept / tried).toFixed(2));
-        cell.classList.add("heat");
-      };
-    }),
-  ]);
-  table($("accept"), head, rows, "Nothing was drafted yet. Drafts come where text repeats itself.");
-}
-
-const blocks = (now) => fill($("blocks"), (box) => pools(box, now));
-
-function pools(box, now) {
-  const pools = now.models.filter((m) => m.status === "loaded");
-  for (const m of pools) {
-    const s = m.stats, all = s.blocks_used + s.blocks_cached + s.blocks_free;
-    if (now.models.length > 1) element(box, "h3", "", m.info.name);
-    const parts = ["used", "cached", "free"].map((name) => [name, s[`blocks_${name}`], count(s[`blocks_${name}`])]);
-    const said = parts.map(([name, , text]) => `${text} ${name}`).join(", ");
-    stack(box, parts, all, `KV blocks of ${m.info.name}: ${said}`);
-    const more = s.preemptions ? `; ${count(s.preemptions)} preemptions` : "";
-    const size = `${count(all)} blocks of ${m.info.block_size} tokens, ${bytes(m.info.kv_bytes)}${more}`;
-    element(box, "p", "sub", size);
-  }
-  if (!pools.length) element(box, "p", "empty", "No model is loaded.");
-}
-
-function memory(now) {
-  const p = now.process;
-  put($("pressure"), PRESSURE[p.memory_pressure] ?? "");
-  $("pressure").className = `badge level${p.memory_pressure}`;
-  const rest = Math.max(0, p.footprint_bytes - p.mlx_active_bytes - p.mlx_cache_bytes);
-  const parts = [["MLX arrays", p.mlx_active_bytes], ["MLX spare", p.mlx_cache_bytes], ["other", rest]];
-  const named = parts.map(([name, n]) => [name, n, bytes(n)]);
-  const said = named.map(([name, , text]) => `${name} ${text}`).join(", ");
-  const disk = p.disk_bytes ? `; ${bytes(p.disk_bytes)} of prompts on disk` : "";
-  fill($("memory"), (box) => {
-    stack(box, named, sum(parts, ([, n]) => n), `Memory: ${said}`);
-    const ranks = p.ranks > 1 ? `; it is one of ${p.ranks} ranks` : "";
-    element(box, "p", "sub", `The process holds ${bytes(p.footprint_bytes)}${ranks}${disk}`);
-  });
-}
-
-function models(now) {
-  fill($("models"), (box) => {
-    const list = element(box, "ul", "models");
-    for (const m of now.models) {
-      const entry = element(list, "li");
-      element(entry, "span", `status ${m.status}`, m.status + (m.pinned ? ", pinned" : ""));
-      element(entry, "b", "", m.info.name);
-      const facts = `${count(m.info.context)} tokens of context, ${bytes(m.info.weight_bytes)} of weights${m.info.sees ? ", sees images" : ""}, layout ${m.info.layout}${m.info.exact ? `, ${m.info.exact}` : ''}`;
-      element(entry, "span", "sub", m.error || facts);
-    }
-  });
-  const names = now.models.map((m) => m.info.name), pick = $("model");
-  seeing = new Set(now.models.filter((m) => m.info.sees).map((m) => m.info.name));
-  $("picture-add").hidden = !sees();
-  if (names.join("\n") === [...pick.options].map((o) => o.value).join("\n")) return;
-  const chosen = pick.value;
-  pick.replaceChildren();
-  for (const name of names) element(pick, "option", "", name).value = name;
-  if (names.includes(chosen)) pick.value = chosen;
-}
-
-function requests(now) {
-  const many = now.models.length > 1;
-  const refused = Object.entries(now.refused).map(([status, n]) => `${count(n)} × ${status}`);
-  const head = [["Request", "name"], ...(many ? [["Model", "model"]] : [])];
-  head.push(["Prompt", "n"], ["Cached", "n hit"], ["Out", "n"], ["Tokens/s", "n"]);
-  head.push(["Per round", "n far"], ["Kept", "n far"], ["First", "n far"], ["Time", "n"], ["End", "end"]);
-  const live = now.requests.filter((r) => !r.outcome), ended = now.requests.slice(live.length);
-  live.sort((a, b) => STATES.indexOf(stateOf(a)) - STATES.indexOf(stateOf(b))); // the newest first within each
-  const wait = live.filter((r) => stateOf(r) === "waiting").length, hidden = Math.max(0, wait - WAITING);
-  const more = [hidden && `${count(hidden)} more wait`, refused.length && `refused: ${refused.join(", ")}`];
-  put($("refused"), more.filter(Boolean).join("; "));
-  const shown = [...live.slice(0, live.length - hidden), ...ended];
-  const rows = shown.map((r) => [
-    (cell) => {
-      const api = r.id.match(/^[a-z]*[-_]/)?.[0] ?? "";
-      element(cell, "span", "far sub", api);
-      element(cell, "span", "tiny", r.id.slice(api.length, -6)); // so that search and copy find the whole id
-      element(cell, "span", "", r.id.slice(api.length).slice(-6));
-      cell.title = r.id;
-    },
-    ...(many ? [r.model] : []),
-    count(r.prompt),
-    (cell) => {
-      if (!r.outcome && stateOf(r) === "waiting") return void (cell.textContent = "–");
-      const bar = element(element(cell, "span", "meter"), "span");
-      bar.style.width = `${r.prompt ? (100 * r.cached) / r.prompt : 0}%`;
-      element(cell, "span", "", percent(r.cached, r.prompt));
-      cell.title = `${count(r.cached)} of ${count(r.prompt)} tokens`;
-    },
-    count(r.generated),
-    r.rate ? rate(r.rate) : "–",
-    r.rounds ? fixed(r.generated / r.rounds) : "–",
-    percent(r.kept, r.drafted),
-    r.first ? seconds(r.first) : "–",
-    seconds(r.seconds),
-    (cell) => element(cell, "span", `end-${r.outcome.split(",")[0] || "live"}`, r.outcome || progressOf(r)),
-  ]);
-  table($("requests"), head, rows, "No request came yet.", shown.map((r) => r.id));
-}
-
-const stateOf = (r) => (r.first ? "writing" : r.read ? "reading" : "waiting");
-const progressOf = (r) => (r.read ? `reading ${percent(r.read, r.prompt)}` : stateOf(r));
-
-function kernels(now) {
-  const head = [["Kernel and shape", "name"], ["Version", "end"], ["Rows", "n"], ["Gain by rows", "gain"], ["", "why"]];
-  const rows = Object.entries(now.kernels).map(([name, k]) => [
-    name,
-    (cell) => element(cell, "span", k.variant ? "end-live" : "sub", k.variant || "not used"),
-    k.variant ? `${k.least}–${k.most}` : "–",
-    Object.entries(k.gains).map(([n, gain]) => `${n}: ${gain.toFixed(2)}×`).join("  "),
-    k.reason,
-  ]);
-  table($("kernels"), head, rows, "None verified on this machine: what MLX brings runs.");
-}
-
-// ---- snapshots ------------------------------------------------------------------------------------------
+let trouble = ""; // what the server says is wrong
 
 function link(state, text) {
   document.body.dataset.link = state;
@@ -311,69 +33,103 @@ function link(state, text) {
   put($("said"), text.replace(/\d+ s\b/g, "a while")); // a screen reader would read it out every second
 }
 
-function headers() {
-  // A header takes bytes: encode the key.
-  const key = String.fromCharCode(...new TextEncoder().encode(sessionStorage.getItem(KEY) ?? ""));
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+function told(now) {
+  show(now);
+  know(now);
+  showModels(now);
+  put($("version"), now.version);
+  put($("note"), now.note);
+  trouble = now.unwell || (now.loading ? `loading ${now.loading}` : "");
+  link(trouble ? "trouble" : "live", trouble || "live");
+  const loaded = now.models.filter((m) => m.status === "loaded").map((m) => m.info.name);
+  put($("serving"), loaded.join(", ") || "no model loaded");
+  const busy = now.models.some((m) => m.stats.running);
+  document.title = busy && presentRate() ? `${presentRate()} tokens/s · mlxspec` : "mlxspec";
 }
 
-let unlocked = () => {}, entered = false;
+let accepted = () => {}, entered = false;
 
 function lock() {
-  const had = sessionStorage.getItem(KEY);
-  sessionStorage.removeItem(KEY);
-  $("key-note").textContent = had ? "The server refused this key." : "";
+  const had = key.get();
+  key.forget();
+  put($("key-note"), had ? "The server refused this key." : "");
   if ($("key").hidden) {
     $("key").hidden = false;
     $("key-field").focus();
   }
   link("locked", "needs a key");
+  document.title = "locked · mlxspec";
 }
 
 $("key").addEventListener("submit", (event) => {
   event.preventDefault();
-  const key = $("key-field").value.trim();
-  if (!key || /[\0-\x1f\x7f]/.test(key)) {
-    put($("key-note"), key ? "There is a control character in this key; no header can carry it." : "The key is empty.");
+  const text = $("key-field").value.trim();
+  if (!text || /[\0-\x1f\x7f]/.test(text)) {
+    put($("key-note"), text ? "There is a control character in this key; no header can carry it." : "The key is empty.");
     return;
   }
-  sessionStorage.setItem(KEY, key);
+  key.set(text);
   $("key-field").value = "";
   $("key").hidden = entered = true;
-  unlocked();
+  accepted();
 });
 
 // Shows a snapshot; else returns why there is none, for the user.
 async function ask() {
-  const response = await fetch("/page/now", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(10_000) });
-  if (response.status === 401) {
-    const wait = new Promise((resolve) => (unlocked = resolve));
+  let response;
+  try {
+    response = await send("/page/now", { signal: AbortSignal.timeout(10_000) });
+  } catch (error) {
+    if (error.status !== 401) return error instanceof Refused ? error.message : OFFLINE;
+    const wait = new Promise((resolve) => (accepted = resolve));
     lock();
+    lost();
     await wait;
-    history = [];
     return ask();
   }
-  if (!response.ok) return complaint(response);
+  const now = await response.json();
   const at = document.activeElement; // may be in a form that is now hidden
   if (entered && (at === document.body || $("key").contains(at))) $("say").focus();
+  if (entered) unlocked();
   entered = false;
-  show(await response.json());
+  told(now);
   return "";
 }
 
 async function keep() {
   for (let pause = 1; ; ) {
-    const why = await ask().catch(() => "no connection to the server");
+    const why = await ask().catch(() => OFFLINE);
     pause = why ? Math.min(10, pause * 2) : 1;
     if (why) {
-      history = [];
+      lost();
       link("off", `${why}; trying again`);
+      document.title = "offline · mlxspec";
     }
     await new Promise((resolve) => setTimeout(resolve, 1000 * pause));
   }
 }
 
-setUp(headers, lock, () => loading, sees);
-$("model").addEventListener("change", () => ($("picture-add").hidden = !sees()));
-window.addEventListener("resize", () => points.at(-1) && lines());
+// ---- how programs reach the server
+
+function addresses() {
+  const flag = location.host === "127.0.0.1:8080" ? "" : `--url ${location.origin} `;
+  const said = { openai: `${location.origin}/v1`, anthropic: location.origin, ollama: location.origin };
+  for (const name of ["claude", "codex", "opencode"]) said[name] = `mlxspec launch ${flag}${name}`;
+  for (const row of document.querySelectorAll("[data-address]")) {
+    const text = said[row.dataset.address], button = row.querySelector("button");
+    put(row.querySelector("code"), text);
+    button.addEventListener("click", () => copy(text, button));
+  }
+}
+
+addresses();
+setUpChat(lock);
+setUpModels((name) => {
+  pickModel(name);
+  if (!WIDE.matches) location.hash = "chat";
+});
+choose();
+window.addEventListener("hashchange", choose);
+WIDE.addEventListener("change", choose);
+window.addEventListener("resize", resized);
 keep();

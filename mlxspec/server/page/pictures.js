@@ -1,9 +1,8 @@
 // The pictures of the next message: pasted, dropped or chosen from files.
 // Rule: none where the chosen model reads text only; each can be taken out again by mouse and keyboard.
 
-import { element, put } from "./charts.js";
+import { $, element, put } from "./dom.js";
 
-const $ = (id) => document.getElementById(id);
 const MOST = 8; // of a message
 let chosen = []; // { name, url }: the file's name and its content as a data URL
 

@@ -301,7 +301,7 @@ async def test_every_refusal_is_counted_and_logged(
     assert len(lines) == 6 and lines[1].startswith(
         "GET /no/such?path: GET /no/such?path: Not Found"
     )
-    assert lines[3].startswith("POST /v1/chat/completions: model = 'other'") and lines[3].endswith(
+    assert lines[3].startswith("POST /v1/chat/completions: no model 'other'") and lines[3].endswith(
         "(404)"
     )
 

@@ -183,8 +183,8 @@ async def test_a_stop_string(make: Make) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "why"),
     [
-        ("/api/chat", {"model": "other"}, 404, "'other' is not served"),
-        ("/api/show", {"model": "other"}, 404, "'other' is not served"),
+        ("/api/chat", {"model": "other"}, 404, "no model 'other' here"),
+        ("/api/show", {"model": "other"}, 404, "no model 'other' here"),
         ("/api/chat", {"options": {"temperature": -9}}, 400, "temperature = -9"),
         ("/api/chat", {"options": {"num_predict": "x"}}, 400, 'num_predict = "x"'),
         ("/api/chat", {"options": []}, 400, "options = []"),

@@ -173,7 +173,7 @@ async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await s.post("/v1/chat/completions", {"messages": 3})).status == 400
     now = await snapshot(s)
     names = "version pid time loading note unwell models process"
-    names += " refused requests kernels"
+    names += " profiles refused requests kernels"
     assert set(now) == {*names.split()}
     assert (now["refused"], now["kernels"]) == ({"400": 1}, {})
     assert now["process"].keys() == PROCESS.keys()

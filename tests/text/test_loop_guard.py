@@ -112,9 +112,11 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("a 300 x 20 table", 300),
         ("", 0),
         ("no number", 0),
-        ("pi is 3.14159 and 1,000 is written so", 0),
+        ("pi is 3.14159", 0),
+        ("write 1,000 zeros", 1000),
         ("line 12345678 of it", 0),
-        ("999999 times", 100_000),
+        ("999999 times", 999_999),
+        ("what happened in 1989?", 0),
         ("500 " + "word " * 400, 0),
     ],
 )
@@ -194,6 +196,11 @@ def numbers(least: int) -> dict[str, Any]:
 def test_a_string_that_repeats_is_closed(under: Any) -> None:
     text, made = under(STRING, '{"a": "', "ha ho ")
     assert json.loads(text)["a"].startswith("ha ho ha ho") and made.loops == 1
+
+
+def test_a_string_with_escaped_quotes_is_closed(under: Any) -> None:
+    text, made = under(STRING, '{"a": "', '<a b=\\"x\\"> ')
+    assert '<a b="x"> <a b="x">' in json.loads(text)["a"] and made.loops == 1
 
 
 def test_a_list_that_repeats_is_closed(under: Any) -> None:

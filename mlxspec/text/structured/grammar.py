@@ -322,14 +322,17 @@ class GrammarMatcher:
             return []
 
     def closing(self, mask: bytes, loop: str) -> bytes:
-        """Of the tokens that `mask` allows, those that end the answer, or the list, object or, if
-        the text `loop` lies inside it, string; if none does, those that skip no such end."""
+        """Of the tokens that `mask` allows, those that end the answer; else those that end the list
+        or object or, if the text `loop` lies inside it, the string; else those that skip no such
+        end."""
         vocabulary, allowed = self._grammar.vocabulary, int.from_bytes(mask, "little")
         inside = allowed >> vocabulary.letter & 1
-        closers = set(CLOSERS) - {QUOTE} if not inside else {QUOTE} - {*loop}
+        quoted = QUOTE in loop.replace("\\" + QUOTE, "")
+        closers = set(CLOSERS) - {QUOTE} if not inside else {QUOTE} - {QUOTE * quoted}
         closers &= vocabulary.closers.keys()
-        ends = allowed & (vocabulary.ends | sum(vocabulary.closers[each] for each in closers))
-        chosen = ends or allowed & ~vocabulary.longer or allowed
+        ends = allowed & sum(vocabulary.closers[each] for each in closers)
+        stop = allowed & vocabulary.ends
+        chosen = stop or ends or allowed & ~vocabulary.longer or allowed
         return chosen.to_bytes(len(mask), "little")
 
     def _retry(self, act: Callable[[], T]) -> T:

@@ -21,14 +21,18 @@ LEAST, REPEATS = 200, 4  # tokens and periods of a loop
 SURE, MORE_REPEATS = 1000, 12  # one of these too: Python's own sources repeat 87 tokens for 852
 WINDOW = 100  # tokens; more than may be in flight or drafted at once
 MAX_LISTED = 32  # tokens of what a message asks for several times
-MAX_ASKED = 100_000  # repetitions
+MAX_ASKED = 8000  # tokens of what it asks for
+YEARS = range(1900, 2100)  # which are no number of repetitions
 MAX_WISH = 1000  # characters of a message that names a number of repetitions
 
 
 def asked_repeats(text: str) -> int:
-    """The largest number in a short message, as in "write 500 zeros"."""
-    numbers = re.findall(r"(?<![\d.,])\d{1,6}(?![\d.,]\d)", text) if len(text) <= MAX_WISH else []
-    return min(MAX_ASKED, max(map(int, numbers), default=0))
+    """The largest number in a short message, as in "write 1,000 zeros"."""
+    if len(text) > MAX_WISH:
+        return 0
+    found = re.findall(r"(?<![\d.,])(?:\d{1,3}(?:,\d{3})+|\d{1,6})(?![\d.,]*\d)", text)
+    numbers = {int(number.replace(",", "")) for number in found}
+    return max(numbers.difference(YEARS), default=0)
 
 
 def tokens_of_loop(period: int) -> int:
@@ -61,12 +65,14 @@ def _longest_run(ids: np.ndarray, cycle: Sequence[int]) -> int:
         return 0
     different = np.flatnonzero(ids[period:] != ids[:-period])
     edges = np.concatenate([[-1], different, [len(ids) - period]])
-    turns = {tuple(cycle[i:]) + tuple(cycle[:i]) for i in range(period)}
+    twice = np.array([*cycle, *cycle], ids.dtype).tobytes()  # which contains every turn of it
     longest = 0
     for start, length in zip(edges[:-1] + 1, np.diff(edges) - 1, strict=True):
         whole = int(length) + period
-        if length and whole > longest and tuple(ids[start : start + period].tolist()) in turns:
-            longest = whole
+        if length and whole > longest:
+            at = twice.find(ids[start : start + period].tobytes())
+            if at >= 0 and at % ids.itemsize == 0:
+                longest = whole
     return longest
 
 
@@ -147,6 +153,7 @@ class LoopGuard:
     def _is_wanted(self, recent: Sequence[int], period: int) -> bool:
         """Whether the prompt repeats it as long, or asks for as many repetitions."""
         run = _run(np.array(recent), period)
-        if period <= MAX_LISTED and run <= self.repeats * period:
+        if period <= MAX_LISTED and run <= min(MAX_ASKED, self.repeats * period):
             return True
-        return run < tokens_of_loop(period) + _longest_run(np.array(self.prompt), recent[-period:])
+        prompt = np.fromiter(self.prompt, np.int32, len(self.prompt))
+        return run < tokens_of_loop(period) + _longest_run(prompt, recent[-period:])

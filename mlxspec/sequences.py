@@ -5,7 +5,7 @@ Rule: engine thread only. Imports types only.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,6 +189,17 @@ class Seq:
         """Whether some token that the next step samples may not be any token."""
         ahead = self.pending + self.inflight_drafts + MAX_DEPTH
         return bool(self.matcher and self.matcher.restricts(ahead))
+
+
+def pass_over(waiting: Iterable[Seq], started: Seq) -> None:
+    """Count that a sequence has started before older ones. One that was passed too often goes
+    alone: the others that were are passed as often again, so that a starved queue does not overtake
+    all that is more important."""
+    for other in waiting:
+        other.passed += other.order < started.order
+        starved = min(started.passed, other.passed) >= MAX_PASSED
+        if starved and other.request is not started.request:
+            other.passed = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -108,7 +108,7 @@ def converse(talk: "Chat") -> None:
     if interactive:
         from mlxspec.model.hub import cache_of
 
-        note(f"{talk.model} at {talk.server[0]}. {HINT}.")
+        note(f"{printable(talk.model)} at {talk.server[0]}. {HINT}.")
         words = [*COMMANDS, *FIELDS]
         messages = typed(cache_of(load({})) / HISTORY, words, HINT)
     for text in messages:
@@ -162,7 +162,7 @@ class Chat:
                 note(HELP)
             case "/model" if rest:
                 self.use(rest)
-                note(f"now {self.model}")
+                note(f"now {printable(self.model)}")
             case "/model":
                 self._list_models()
             case "/system":

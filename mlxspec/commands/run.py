@@ -22,6 +22,7 @@ from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_dis
 from mlxspec.commands.plain import note
 from mlxspec.config import load, url_of
 
+SERVE = ("-P", "-m", "mlxspec", "serve")  # -P: no Python file of this directory is run
 LAST = 2000  # bytes that are shown of a server that ends during the chat
 
 
@@ -111,7 +112,7 @@ class _Serving:
         self.pid, self.terminal = pty.fork()
         if not self.pid:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the greeting
-            os.execv(sys.executable, [sys.executable, "-m", "mlxspec", "serve", self.model])
+            os.execv(sys.executable, [sys.executable, *SERVE, self.model])
         with suppress(OSError):
             size = fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8))
             fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, size)

@@ -16,7 +16,7 @@ from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import Copies, KVCacheManager, PrefixMatch
 from mlxspec.engine.budget import PrefillBudget
-from mlxspec.sequences import Accepted, Entry, Seq
+from mlxspec.sequences import Accepted, Entry, Seq, pass_over
 from mlxspec.types import (
     NOT_FINITE,
     Finish,
@@ -267,8 +267,7 @@ class Scheduler:
             seq.admitted = True
             seq.reported_cached = seq.computed
         self.waiting.remove(seq)
-        for other in self.waiting:
-            other.passed += other.order < seq.order
+        pass_over(self.waiting, seq)
         self.waiting.sort(key=RANK)
         insort(self.running, seq, key=RANK)
 

@@ -322,7 +322,7 @@ def join(size: int, flags: Sequence[str] = ()) -> ProcessGroup:
         return _connect([])
     if size == 1:
         return ALONE
-    command = [sys.executable, "-m", "mlxspec", "serve", *flags]
+    command = [sys.executable, "-P", "-m", "mlxspec", "serve", *flags]
     children = []
     hosts = tempfile.NamedTemporaryFile("w", suffix=".json")
     json.dump(_free_ports(size), hosts)

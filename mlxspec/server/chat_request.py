@@ -273,7 +273,9 @@ def loop_guard(
     if not wanted or not ends:
         return None
     decode, repeats = model.tokenizer.decode, asked_repeats(asked)
-    return partial(LoopGuard, ends[0], request.prompt, decode, repeats)
+    usual = model.tokenizer.eos_token_id  # of several, the one that ends a turn
+    end = usual if usual in ends else ends[0]
+    return partial(LoopGuard, end, request.prompt, decode, repeats)
 
 
 def _last_text(talk: Conversation) -> str:

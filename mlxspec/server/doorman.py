@@ -8,9 +8,9 @@ import select
 import socket
 from contextlib import suppress
 from threading import Thread
+from time import monotonic
 
-CLIENT_S = 1.0  # for a client to send its request
-MAX_READS = 64  # of 64 KiB, of what a client goes on to send
+CLIENT_S = 0.3  # for a client of this machine or network to send its request
 BACKLOG = 128  # connections that wait to be accepted
 RETRY_S = 2  # after which a browser asks again
 PAGE = "<!doctype html><meta http-equiv=refresh content={}><title>mlxspec</title><p>{}"
@@ -44,6 +44,7 @@ def turn_away(listener: socket.socket, message: str, code: str = "") -> None:
         client, _ = listener.accept()
         with client:
             client.settimeout(CLIENT_S)
+            end = monotonic() + CLIENT_S
             kind = "application/json"
             error = {"message": message, "type": "unavailable", "code": code}
             body = json.dumps({"error": error}).encode()
@@ -57,6 +58,6 @@ def turn_away(listener: socket.socket, message: str, code: str = "") -> None:
             )
             client.sendall(head.encode() + body)
             client.shutdown(socket.SHUT_WR)
-            for _ in range(MAX_READS):  # closing before all is read would cut off the answer
-                if not client.recv(1 << 16):
-                    break
+            # Closing before all is read would cut off the answer.
+            while monotonic() < end and client.recv(1 << 16):
+                pass

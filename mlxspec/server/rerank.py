@@ -20,6 +20,8 @@ from mlxspec.text.chat import encode
 from mlxspec.types import MAX_TOP_LOGPROBS, Logprob, Request, Sampling
 
 MAX_DOCUMENTS = 2048
+MAX_TOKENS = 1 << 20  # of all documents, each with the query
+NAMED_IN = 3  # last parts of a model's path: the hub's cache has the name above the snapshot
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
 # What the model was trained on: before, between and after what the client sends.
 HEAD = (
@@ -50,16 +52,21 @@ class Rerank(Queued):
 async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
     """The documents, the most relevant first, with a score from 0 to 1. Raises ApiError,
     RejectedRequest, Busy and Dead."""
-    names = (model.name, model.server.paths[model.base].name)
+    names = (model.name, *model.server.paths[model.base].parts[-NAMED_IN:])
     if not any("rerank" in name.lower() for name in names):
         why = f"{model.name} is no reranker by its name; serve one, such as Qwen3-Reranker"
         raise invalid("model", why)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     requests = []
+    tokens = 0
     for i, text in enumerate(texts):
         pair = PAIR.format(task=body.instruction, query=body.query, text=text)
         made = await model.server.on_text_thread(_request, model, pair, f"documents[{i}]")
         requests.append(made)
+        tokens += len(made.prompt)
+        if tokens > MAX_TOKENS:
+            why = f"documents have more than {MAX_TOKENS} tokens with the query; send fewer"
+            raise invalid(f"documents[{i}]", why)
     yes, no = await model.server.on_text_thread(_answers, model)
     scores: dict[str, float] = {}
     async with aclosing(run_in_groups(model, requests, body.priority)) as outputs:
@@ -70,7 +77,6 @@ async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
         shown = {"document": {"text": text}} if body.return_documents else {}
         results.append({"index": i, "relevance_score": scores[request.id], **shown})
     results.sort(key=lambda each: -each["relevance_score"])
-    tokens = sum(len(request.prompt) for request in requests)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     head = {"id": f"rerank-{secrets.token_hex(12)}", "model": model.name}
     return JSONResponse({**head, "results": results[: body.top_n], "usage": usage})

@@ -111,7 +111,8 @@ class Choice:
             self._release()
         if output.finish is not None:
             last = self.parser.feed(self.reader.finish())
-            last += self.parser.finish(cut=output.finish == "length")
+            cut = output.finish == "length" or output.loops > 0
+            last += self.parser.finish(cut=cut)
             parts += self._up_to_stop(last)
             if self.stops.stopped is None and self.stops.pending:
                 parts.append(Part("content", self.stops.flush()))
@@ -143,9 +144,10 @@ class Choice:
 
     @property
     def called(self) -> bool:
-        """Whether it finished with tool calls, none of them cut by a stop string."""
+        """Whether it finished with tool calls, none of them cut by a stop string or the loop
+        guard."""
         ends = [part.ends for part in self.whole.parts if part.call]
-        whole = ends and (ends[-1] or self.stops.stopped is None)
+        whole = ends and (ends[-1] or not (self.stops.stopped or self.output.loops))
         return bool(whole) and self.finish == "stop"
 
     @property

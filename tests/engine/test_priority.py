@@ -142,6 +142,30 @@ def test_a_prompt_in_the_background_is_computed_too() -> None:
     assert low.finish and most <= MAX_DEFERRED + 4
 
 
+def test_a_starved_queue_does_not_overtake_everybody() -> None:
+    """Of forty in the background that have waited too long one goes, and then a person again."""
+    m = Mock(64, max_sequences=1)
+    m.s.add(Request("a", (1, 1), 2))
+    m.step()
+    for i in range(40):
+        m.s.add(Request(f"low{i}", (3, i % 5, i), 4, priority=LATER))
+    added = 0
+    while not any(name.startswith("low") for name in names(m.s.running)):
+        if sum(name.startswith("r") for name in names(m.s.waiting)) < 2:
+            m.s.add(Request(f"r{added}", (added % 5, 2, added), 2))
+            added += 1
+        m.step()
+    m.s.add(Request("person", (9, 9), 2))
+    lows = set()
+    while "person" not in names(m.s.running):
+        m.step()
+        lows |= {name for name in names(m.s.running) if name.startswith("low")}
+    assert added >= MAX_PASSED and len(lows) <= 1
+    for name in {*names(m.s.waiting)}:
+        m.s.abort(name)
+    m.finish()
+
+
 def test_nobody_is_passed_by_more_than_so_many() -> None:
     """More important requests come than end, while one in the background waits."""
     m = Mock(64, max_sequences=1)

@@ -4,6 +4,7 @@ request prefers."""
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
+from mlxspec.server.stream import Choice
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.text.structured.loop_guard import LEAST
 from mlxspec.types import ModelInfo
@@ -21,6 +23,7 @@ from tests.support import tiny
 from tests.support.drafters import attach
 from tests.support.live import live
 from tests.support.scripted import MESSAGES
+from tests.support.scripted import server as scripted
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -121,6 +124,31 @@ def test_a_structured_answer_still_conforms(ask: Any) -> None:
     text = json.loads(answer["choices"][0]["message"]["content"])["a"]
     assert set(text) == {"h"} and len(text) < LEAST + 100
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_call_that_is_cut_is_not_to_be_run(
+    path: str, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard's end inside of a call is no end of the call."""
+    take = Choice.take
+    monkeypatch.setattr(Choice, "take", lambda self, out: take(self, replace(out, loops=1)))
+    cut = '<tool_call>\n{"name": "f", "arguments": {"a": "hhhhhhhh'
+    s = scripted(*agent, says=(cut,))
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tool = {
+        CHAT: {"type": "function", "function": {"name": "f", "parameters": schema}},
+        "/v1/messages": {"name": "f", "input_schema": schema},
+        "/v1/responses": {"type": "function", "name": "f", "parameters": schema},
+    }[path]
+    answer = (await s.post(path, INPUT[path] | {"tools": [tool], "max_tokens": 90})).json
+    if path == CHAT:
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    elif path == "/v1/messages":
+        assert answer["stop_reason"] == "end_turn"
+    else:
+        assert [item["status"] for item in answer["output"]] == ["incomplete"]
 
 
 def test_the_setting(tmp_path: Path) -> None:

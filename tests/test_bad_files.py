@@ -107,7 +107,9 @@ def pooling_of(file: Path) -> None:
     place = file.parent / "1_Pooling"
     place.mkdir(exist_ok=True)
     (place / "config.json").write_bytes(file.read_bytes())
-    model: Any = SimpleNamespace(name="m", server=SimpleNamespace(paths={"m": file.parent}))
+    model: Any = SimpleNamespace(
+        name="m", base="m", server=SimpleNamespace(paths={"m": file.parent})
+    )
     with contextlib.suppress(ApiError):
         assert _pooling(model) in ("last", "mean")
 

@@ -483,5 +483,8 @@ def until_there(folder: Path) -> None:
 
 
 def up(port: int) -> bool:
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
+    """Whether a server has loaded its model; before, it answers 503."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

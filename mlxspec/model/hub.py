@@ -191,7 +191,7 @@ def download_bytes(name: str) -> int:
         raise _not_downloaded(name, error) from error
     wanted = [
         file
-        for file in info.siblings or ()
+        for file in getattr(info, "siblings", None) or ()
         if any(fnmatch(file.rfilename, pattern) for pattern in HUB_FILES)
     ]
     return sum(file.size or 0 for file in wanted)

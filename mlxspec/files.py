@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_HEADER = 1 << 26  # bytes of a safetensors file's header
+MODULE = (sys.executable, "-P", "-m")  # runs a module; -P: none of the working directory
 WEIGHT_FILES = ("model*.safetensors", "mtp*.safetensors", "mtp/*.safetensors")
 
 

@@ -89,15 +89,26 @@ def chat(
     ] = None,
 ) -> None:
     """Chat with the running server: /help lists the commands, Ctrl-C stops an answer."""
-    talk = Chat(server_of(url, api_key), system)
-    for pair in settings or ():
-        talk.set(*pair.partition("=")[::2])
+    talk = new_chat(url, api_key, system, settings)
     if temperature is not None:
         talk.fields["temperature"] = temperature
     when_loaded(lambda: talk.use(model), report=note)
     for file in image or ():
         talk.attach(str(file))
     converse(talk)
+
+
+def new_chat(
+    url: str | None,
+    api_key: str | None,
+    system: str,
+    settings: list[str] | None,
+) -> "Chat":
+    """A conversation as the options of a command say, without a model. Raises ClientError."""
+    talk = Chat(server_of(url, api_key), system)
+    for pair in settings or ():
+        talk.set(*pair.partition("=")[::2])
+    return talk
 
 
 def converse(talk: "Chat") -> None:

@@ -17,12 +17,12 @@ from typing import Annotated
 import typer
 
 from mlxspec.client import POLL_S, ClientError, NotRunning, request, when_loaded
-from mlxspec.commands.chat import Chat, Settings, System, converse
-from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk, server_of
+from mlxspec.commands.chat import Chat, Settings, System, converse, new_chat
+from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk
 from mlxspec.commands.plain import note
 from mlxspec.config import load, url_of
+from mlxspec.files import MODULE
 
-SERVE = ("-P", "-m", "mlxspec", "serve")  # -P: no Python file of this directory is run
 LAST = 2000  # bytes that are shown of a server that ends during the chat
 
 
@@ -54,9 +54,7 @@ def run(
 
     The started server has the settings that serve would use, and stops at the end.
     """
-    talk = Chat(server_of(url, api_key), system)
-    for pair in settings or ():
-        talk.set(*pair.partition("=")[::2])
+    talk = new_chat(url, api_key, system, settings)
     try:
         _connect(talk, model)
     except NotRunning:
@@ -112,7 +110,7 @@ class _Serving:
         self.pid, self.terminal = pty.fork()
         if not self.pid:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the greeting
-            os.execv(sys.executable, [sys.executable, *SERVE, self.model])
+            os.execv(sys.executable, [*MODULE, "mlxspec", "serve", self.model])
         with suppress(OSError):
             size = fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8))
             fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, size)

@@ -163,11 +163,16 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
     return installed().get(name)
 
 
+def folder_name(name: str) -> str:
+    """The name of a repository's folder in the hub's cache."""
+    return f"models--{name.replace('/', '--')}"
+
+
 def hub_folder(name: str) -> Path:
     """The folder of a repository in the hub's cache, whether or not it is there."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE) / folder_name(name)
 
 
 def bytes_here(name: str) -> int:

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxspec import log
+from mlxspec.files import MODULE
 from mlxspec.types import UnsupportedModel, UserError, line_of
 
 WORDS = 1024  # int32 of a message; a longer one follows its length
@@ -322,7 +322,7 @@ def join(size: int, flags: Sequence[str] = ()) -> ProcessGroup:
         return _connect([])
     if size == 1:
         return ALONE
-    command = [sys.executable, "-P", "-m", "mlxspec", "serve", *flags]
+    command = [*MODULE, "mlxspec", "serve", *flags]
     children = []
     hosts = tempfile.NamedTemporaryFile("w", suffix=".json")
     json.dump(_free_ports(size), hosts)

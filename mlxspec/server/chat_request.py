@@ -83,7 +83,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     Raises RejectedRequest and ApiError."""
     chat = _with_profile(model, chat)
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
-    talk, prompt = render_prompt(model, chat)
+    talk, prompt = _render(model, chat)
     room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
     tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     types = parameter_types(tools)
@@ -103,7 +103,6 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     limits = [limit for limit in budgets if limit is not None]
 
     thinking = prompt.thinking
-
     guard = loop_guard(model, body, request, _last_text(talk))
 
     def matcher() -> Any:
@@ -162,7 +161,15 @@ def render_prompt(
     generation_prompt: bool = True,
 ) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
-    chat = _with_profile(model, chat)
+    return _render(model, _with_profile(model, chat), generation_prompt)
+
+
+def _render(
+    model: TextModel,
+    chat: ChatRequest,
+    generation_prompt: bool = True,
+) -> tuple[Conversation, RenderedPrompt]:
+    """`render_prompt`, once the model's profile was asked."""
     options = {name: value for name, value in chat.options.items() if value is not None}
     talk = conversation_of(chat.messages, chat.tools, options, history=model.history)
     system = model.profile.system

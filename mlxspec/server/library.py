@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,12 +18,11 @@ from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlxspec.files import weight_bytes
+from mlxspec.files import MODULE, weight_bytes
 from mlxspec.load.drafting import NONE
 from mlxspec.load.loader import room
 from mlxspec.load.resolve import draft_of, resolve_another
-from mlxspec.model.hub import bytes_here, download_bytes, hub_folder, installed
-from mlxspec.profiles import profiles_of
+from mlxspec.model.hub import bytes_here, download_bytes, folder_name, hub_folder, installed
 from mlxspec.server.body import Body, endpoint
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.page import HEADERS
@@ -110,8 +108,7 @@ async def _pull(server: ServerState, name: str, size: int) -> Lines:
                     line = {"status": f"pulling {name}", "digest": name, "total": size}
                     yield {**line, "completed": min(count, size)}
             model = await asyncio.to_thread(resolve_another, name, server.config)
-            profiles_of(server.config.profiles, {model.name})  # they may not fit
-            server.paths[model.name] = model.path  # before a request can ask for it
+            server.add_path(model.name, model.path)  # before a request can ask for it
             await server.worker.add(model.name, model)
     finally:
         server.pulling = ""
@@ -124,7 +121,7 @@ async def _download(server: ServerState, name: str) -> AsyncGenerator[int, None]
     own = replace(server.config, draft=draft if draft == NONE else "")  # as resolve_another has it
     words = filter(None, [name, draft_of(name, None, own)])
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "mlxspec.model.puller", *words),
+        *(*MODULE, "mlxspec.model.puller", *words),
         stdin=PIPE,
         stdout=DEVNULL,
         stderr=PIPE,
@@ -164,8 +161,7 @@ async def delete(http: HttpRequest, body: Named, _: TextModel) -> Response:
     try:
         for model in users:
             await server.worker.remove(model)
-            del paths[model]
-            server.models.pop(model, None)
+            server.remove_path(model)
     except UnsupportedModel as error:
         raise ApiError(409, f"{name} cannot be deleted: {error}", "model") from error
     await asyncio.to_thread(shutil.rmtree, cached)
@@ -188,7 +184,7 @@ def _on_disk(server: ServerState) -> Json:
     for name, path in installed().items():
         if find_head(path).standalone:
             continue
-        deletable = hub_folder(name).name in path.parts
+        deletable = folder_name(name) in path.parts
         rows.append(
             {
                 "name": name,

@@ -57,17 +57,20 @@ async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
         why = f"{model.name} is no reranker by its name; serve one, such as Qwen3-Reranker"
         raise invalid("model", why)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    head, tail, yes, no = await model.server.on_text_thread(_fixed, model)
     requests = []
     tokens = 0
     for i, text in enumerate(texts):
+        # What the client sent has no control tokens.
         pair = PAIR.format(task=body.instruction, query=body.query, text=text)
-        made = await model.server.on_text_thread(_request, model, pair, f"documents[{i}]")
+        field = f"documents[{i}]"
+        ids = await model.server.on_text_thread(encode_prompt, model, pair, False, field)
+        made = _request(model, [*head, *ids, *tail], field)
         requests.append(made)
         tokens += len(made.prompt)
         if tokens > MAX_TOKENS:
             why = f"documents have more than {MAX_TOKENS} tokens with the query; send fewer"
-            raise invalid(f"documents[{i}]", why)
-    yes, no = await model.server.on_text_thread(_answers, model)
+            raise invalid(field, why)
     scores: dict[str, float] = {}
     async with aclosing(run_in_groups(model, requests, body.priority)) as outputs:
         async for output in outputs:
@@ -78,19 +81,19 @@ async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
         results.append({"index": i, "relevance_score": scores[request.id], **shown})
     results.sort(key=lambda each: -each["relevance_score"])
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    head = {"id": f"rerank-{secrets.token_hex(12)}", "model": model.name}
-    return JSONResponse({**head, "results": results[: body.top_n], "usage": usage})
+    answer = {"id": f"rerank-{secrets.token_hex(12)}", "model": model.name}
+    return JSONResponse({**answer, "results": results[: body.top_n], "usage": usage})
 
 
-def _answers(model: TextModel) -> list[int]:
-    return [encode(model.tokenizer, word, special=False)[-1] for word in ("yes", "no")]
+def _fixed(model: TextModel) -> tuple[list[int], list[int], int, int]:
+    """The tokens of HEAD and TAIL, and of both answers."""
+    head, tail = (encode(model.tokenizer, text) for text in (HEAD, TAIL))
+    yes, no = (encode(model.tokenizer, word, special=False)[-1] for word in ("yes", "no"))
+    return head, tail, yes, no
 
 
-def _request(model: TextModel, pair: str, field: str) -> Request:
-    """For the alternatives of one token. What the client sent has no control tokens. Raises
-    RejectedRequest and ApiError."""
-    parts = [(HEAD, True), (pair, False), (TAIL, True)]
-    ids = [t for text, special in parts for t in encode_prompt(model, text, special, field)]
+def _request(model: TextModel, ids: list[int], field: str) -> Request:
+    """For the alternatives of one token. Raises ApiError."""
     room_for(model, ids, field)
     sampling = Sampling(temperature=0.0, logprobs=MAX_TOP_LOGPROBS)
     id = f"rank-{secrets.token_hex(12)}"

@@ -21,6 +21,7 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.files import read_json, stamp
 from mlxspec.metrics import Metrics
+from mlxspec.model.hub import folder_name
 from mlxspec.profiles import Profile, profiles_of
 from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
@@ -98,10 +99,19 @@ class ServerState:
     fetching: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fetch"))
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
 
-    @property
-    def profiles(self) -> Mapping[str, Profile]:
-        """Of the models that are served now."""
-        return profiles_of(self.config.profiles, self.paths)
+    def __post_init__(self) -> None:
+        self.profiles = profiles_of(self.config.profiles, self.paths)
+
+    def add_path(self, name: str, path: Path) -> None:
+        """Know the directory and the profiles of another model. Raises ConfigError."""
+        self.profiles = profiles_of(self.config.profiles, {*self.paths, name})
+        self.paths[name] = path
+
+    def remove_path(self, name: str) -> None:
+        """Forget a model."""
+        del self.paths[name]
+        self.models.pop(name, None)
+        self.profiles = profiles_of(self.config.profiles, self.paths)
 
     @property
     def served(self) -> Mapping[str, Served]:
@@ -180,7 +190,7 @@ class ServerState:
         lenient = not self.config.strict_model_names and len(name or "") <= MAX_NAME
         if name is None or name in ALIASES or (lenient and name.lower().startswith(FAMILIES)):
             return self.worker.info.name
-        folder = "models--" + name.replace("/", "--")  # of the hub's cache
+        folder = folder_name(name)
         for model, path in self.paths.items():
             if model in served and (name == str(path) or folder in path.parts):
                 return model

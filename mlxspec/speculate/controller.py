@@ -171,9 +171,13 @@ class Controller:
         picked = pick(options, curve, base)
         depths = share(picked, curve, plain, padded=self.padded)
         if not any(depths):
-            rested = [i for i in range(base) if picked[i] and stats[i].idle >= SOONEST * base]
-            options_of = [option for i in rested if (option := picked[i])]
-            for i, every in zip(rested, probe_every(options_of, curve, plain, base), strict=True):
+            rested = {
+                i: option
+                for i, option in enumerate(picked)
+                if option and stats[i].idle >= SOONEST * base
+            }
+            intervals = probe_every([*rested.values()], curve, plain, base)
+            for i, every in zip(rested, intervals, strict=True):
                 if every and stats[i].idle >= every * base:
                     depths[i] = 1
                     break

@@ -12,16 +12,12 @@ import httpx
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.server.stream import Choice
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.text.structured.loop_guard import LEAST
-from mlxspec.types import ModelInfo
 from tests.server.test_thinking import OPENS
-from tests.support import tiny
-from tests.support.drafters import attach
-from tests.support.live import live
+from tests.support.live import live, tiny_worker
 from tests.support.scripted import MESSAGES
 from tests.support.scripted import server as scripted
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
@@ -40,17 +36,13 @@ MOST = 600
 def served(path: Path, config: Config) -> Iterator[Callable[..., Any]]:
     """Asks a server of the tokenizer in `path` for an answer of the token "h"."""
 
-    def start() -> Any:
-        engine = tiny.engine(tiny.model("llama"), blocks=256, context=1024, vocab=tiny.VOCAB)
-        attach(engine, "lookup")
-        return engine, ModelInfo("tiny", 1024, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
-
     tokenizer = load_tokenizer(path)
     [token] = tokenizer.encode("h", add_special_tokens=False)
-    worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
-    worker.launch()
-    app = create_app(worker, tokenizer, path, config)
-    with live(app) as base, httpx.Client(base_url=base, timeout=60) as client:
+    with (
+        tiny_worker("llama", 1024, "lookup", max_sequences=8, max_queue=16) as worker,
+        live(create_app(worker, tokenizer, path, config)) as base,
+        httpx.Client(base_url=base, timeout=60) as client,
+    ):
 
         def asked(path: str = CHAT, **body: Any) -> Any:
             ollama = path == "/api/chat"
@@ -63,7 +55,6 @@ def served(path: Path, config: Config) -> Iterator[Callable[..., Any]]:
         ask: Any = asked
         ask.metrics = lambda: client.get("/metrics").text
         yield ask
-    worker.stop()
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,10 @@ import httpx
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
-from mlxspec.types import UNLIMITED, ModelInfo
-from tests.support import tiny
-from tests.support.drafters import attach
-from tests.support.live import live
+from mlxspec.types import UNLIMITED
+from tests.support.live import live, tiny_worker
 from tests.support.scripted import INFO, MESSAGES, Server, server
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
@@ -41,17 +38,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(path: Path) -> Iterator[httpx.Client]:
-    def start() -> Any:
-        engine = tiny.engine(tiny.model("llama"), blocks=256, context=1024, vocab=tiny.VOCAB)
-        attach(engine, "lookup")
-        return engine, ModelInfo("tiny", 1024, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
-
-    worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
-    worker.launch()
-    with live(create_app(worker, load_tokenizer(path), path, Config())) as base:
-        with httpx.Client(base_url=base, timeout=60) as made:
-            yield made
-    worker.stop()
+    with (
+        tiny_worker("llama", 1024, "lookup", max_sequences=8, max_queue=16) as worker,
+        live(create_app(worker, load_tokenizer(path), path, Config())) as base,
+        httpx.Client(base_url=base, timeout=60) as made,
+    ):
+        yield made
 
 
 @pytest.fixture(scope="module")

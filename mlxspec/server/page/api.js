@@ -2,6 +2,7 @@
 
 const KEY = "mlxspec-key"; // in sessionStorage: gone with the tab
 export const OFFLINE = "no connection to the server";
+export const BROKE_OFF = "the connection to the server broke off";
 
 export const key = {
   get: () => sessionStorage.getItem(KEY) ?? "",
@@ -42,7 +43,7 @@ async function* parts(response, mark) {
   try {
     for (let rest = ""; ; ) {
       const { value, done } = await reader.read().catch((error) => {
-        throw error.name === "AbortError" ? error : new Refused("the connection to the server broke off");
+        throw error.name === "AbortError" ? error : new Refused(BROKE_OFF);
       });
       if (done) return;
       const found = (rest + value).split(mark);

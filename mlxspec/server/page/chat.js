@@ -1,7 +1,7 @@
 // A chat with one of the served models, streamed from /v1/chat/completions.
 // Rule: a conversation changes only when an answer came; a message without one goes back into the field.
 
-import { Refused, events, send } from "./api.js";
+import { BROKE_OFF, Refused, events, send } from "./api.js";
 import { choose, fresh, keep, setUpConversations, stored } from "./conversations.js";
 import { $, element, fill, put } from "./dom.js";
 import { give, setUpPictures, take } from "./pictures.js";
@@ -253,7 +253,7 @@ async function read(response, view, found) {
       view.add(content);
     }
   }
-  if (!found.finish) throw new Refused("the connection to the server broke off");
+  if (!found.finish) throw new Refused(BROKE_OFF);
 }
 
 function summary({ usage, began, first, wrote }, reason) {

@@ -36,7 +36,7 @@ SLOW_S = 0.05  # CPU time of a mask; a usual one takes a hundredth
 MAX_SLOW = 8  # slow masks of one answer
 RESTART_S = 0.05  # a grammar that takes longer to compile is never compiled while an answer runs
 QUOTE = '"'
-CLOSERS = QUOTE + "]}"  # what ends a JSON string, a list, an object
+CLOSERS = frozenset(QUOTE + "]}")  # what ends a JSON string, a list, an object
 Make = Callable[[], Any]  # of matchers
 T = TypeVar("T")
 
@@ -190,14 +190,20 @@ class Vocabulary:
         self.all_tokens = (1 << min(self.inner.vocab_size, vocab)) - 1
         self.ends = _bits(ends)
         self.digits = {}
+        self.closers: dict[str, int] = {}
+        longer = []
+        # Digits and closers are themselves in every alphabet of tokens.
         for piece, token in tokenizer.get_vocab().items():
-            if piece.isascii() and piece.isdigit() and token < vocab:
-                self.digits[token] = len(piece)  # a digit is itself in every alphabet of tokens
+            if token >= vocab:
+                continue
+            if piece.isascii() and piece.isdigit():
+                self.digits[token] = len(piece)
+            elif piece in CLOSERS:
+                self.closers[piece] = 1 << token
+            elif not CLOSERS.isdisjoint(piece):
+                longer.append(token)
         self.numeral = _bits(self.digits)
-        pieces = tokenizer.get_vocab().items()
-        closing = {t: p for p, t in pieces if t < vocab and not {*CLOSERS}.isdisjoint(p)}
-        self.closers = {p: 1 << t for t, p in closing.items() if len(p) == 1}
-        self.longer = _bits(t for t, p in closing.items() if len(p) > 1)
+        self.longer = _bits(longer)
         self.letter = self.inner.greedy_tokenize("a")[0]
 
     def reasoning(self, thinking: bool | None) -> str:
@@ -328,9 +334,8 @@ class GrammarMatcher:
         vocabulary, allowed = self._grammar.vocabulary, int.from_bytes(mask, "little")
         inside = allowed >> vocabulary.letter & 1
         quoted = QUOTE in loop.replace("\\" + QUOTE, "")
-        closers = set(CLOSERS) - {QUOTE} if not inside else {QUOTE} - {QUOTE * quoted}
-        closers &= vocabulary.closers.keys()
-        ends = allowed & sum(vocabulary.closers[each] for each in closers)
+        closers = {QUOTE} - {QUOTE * quoted} if inside else CLOSERS - {QUOTE}
+        ends = allowed & sum(vocabulary.closers.get(each, 0) for each in closers)
         stop = allowed & vocabulary.ends
         chosen = stop or ends or allowed & ~vocabulary.longer or allowed
         return chosen.to_bytes(len(mask), "little")

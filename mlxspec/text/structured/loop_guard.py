@@ -138,10 +138,11 @@ class LoopGuard:
 
     def _look(self) -> None:
         """Begin to end a loop that is complete, or find out whether one may be so next time."""
-        recent = self._ids[self._since :]
+        begin = max(self._since, len(self._ids) - tokens_of_loop(MAX_PERIOD))
+        recent = self._ids[begin:]
         period = find_period(recent) if self._near else 0
         self._near = bool(find_period(recent, missing=WINDOW))
-        if not period or self._is_wanted(recent, period):
+        if not period or self._is_wanted(self._ids[self._since :], period):
             return
         self.loops += 1
         self._near, self._since = False, len(self._ids)

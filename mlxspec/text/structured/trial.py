@@ -21,6 +21,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from mlxspec.files import MODULE
+
 MAX_CPU_S = 3  # of one grammar
 MAX_S = 10  # by the clock: others may run at the same time
 MAX_MEMORY = 1 << 29  # bytes, in addition to what the process has at first
@@ -28,7 +30,7 @@ WATCH_S = 0.02  # between two checks of these
 STACK = 4 << 20  # bytes; the server's threads have twice as much (server/process.py)
 IDLE_S = 120.0  # without a grammar, until the process exits and frees its vocabulary
 NICE = 5  # answers have priority
-COMMAND = (sys.executable, "-P", "-m", "mlxspec.text.structured.trial")
+COMMAND = (*MODULE, "mlxspec.text.structured.trial")
 # llguidance's own bounds: about 20 ms of work on regular expressions at first, 30 ms a mask.
 LIMITS = LLParserLimits(
     verbose_errors=False,

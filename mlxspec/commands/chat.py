@@ -261,10 +261,13 @@ class Chat:
         }
         answer = Answer(_view())
         try:
-            with request(*self.server, "POST", "/v1/chat/completions", body) as response:
-                with unechoed(), answer.view:
-                    for event in _events(response):
-                        answer.take(event)
+            with (
+                unechoed(),
+                answer.view,
+                request(*self.server, "POST", "/v1/chat/completions", body) as response,
+            ):
+                for event in _events(response):
+                    answer.take(event)
         except KeyboardInterrupt:
             note("stopped")
         finally:

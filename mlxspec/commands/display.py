@@ -6,6 +6,7 @@ at most a screen is shown. Nothing that a model writes controls the terminal.
 """
 
 import re
+from threading import Event, Lock, Thread
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -54,9 +55,15 @@ class Page(Markdown):
 
 
 class Screen:
-    """One answer on a terminal, while its block is entered. Ctrl-C leaves what was shown."""
+    """One answer on a terminal, while its block is entered. Ctrl-C leaves what was shown.
+
+    Rich's own thread would draw between the two halves of a print, which first reads how many
+    lines it erases and then writes, and leave lines twice; so whatever draws holds `drawing`.
+    """
 
     def __init__(self) -> None:
+        self.drawing = Lock()
+        self.ended = Event()
         self.console = Console(highlight=False)
         self.state = Spinner("dots", Text("waiting", "dim"))
         self.kind = self.rest = self.before = ""
@@ -64,7 +71,7 @@ class Screen:
         self.live = Live(
             self,
             console=self.console,
-            refresh_per_second=REDRAWS,
+            auto_refresh=False,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -72,18 +79,32 @@ class Screen:
 
     def __enter__(self) -> None:
         self.live.start()
+        Thread(target=self._redraw, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
-        rest, self.rest = self.rest, ""
-        self._print(rest)
-        self.live.stop()
+        self.ended.set()
+        with self.drawing:
+            rest, self.rest = self.rest, ""
+            self._print(rest)
+            self.live.stop()
+
+    def _redraw(self) -> None:
+        while not self.ended.wait(1 / REDRAWS):
+            with self.drawing:
+                if not self.ended.is_set():
+                    self.live.refresh()
 
     def progress(self, text: str) -> None:
         """Say what the server does before it answers."""
-        self.state.update(text=Text(text, "dim"))
+        with self.drawing:
+            self.state.update(text=Text(text, "dim"))
 
     def write(self, kind: str, text: str) -> None:
         """Show more of the answer, or of its reasoning."""
+        with self.drawing:
+            self._write(kind, text)
+
+    def _write(self, kind: str, text: str) -> None:
         if kind != self.kind:
             rest, self.rest = self.rest, ""
             self._print(rest)

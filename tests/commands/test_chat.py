@@ -1,6 +1,7 @@
 """The terminal chat, as its own process, against a small real server on a socket."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mlxspec.commands import display
 from tests.support.screen import shown
@@ -356,6 +358,28 @@ def test_markdown_is_drawn_while_it_streams(size: int, tmp_path: Path) -> None:
     assert any("2 two <b>x</b>" in line for line in lines) and "blue" in lines
     assert not any("|" in line or "```" in line or "**" in line for line in lines)
     assert contents(server.bodies[-1])[1] == FENCED, "the conversation keeps what the model wrote"
+
+
+def test_what_is_drawn_again_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the redraws fall between the prints, each line is shown once."""
+    monkeypatch.setattr(display, "REDRAWS", 50_000)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            out = io.StringIO()
+            drawn = display.Screen()
+            drawn.live.console = drawn.console = Console(
+                file=out, force_terminal=True, width=80, height=24, no_color=True
+            )
+            with drawn:
+                for number in range(30):
+                    drawn.write("content", f"word{number} {'more here and there ' * 7}\n\n")
+            lines = shown(out.getvalue().replace("\n", "\r\n")).splitlines()
+            first = [line.split()[0] for line in lines if line.startswith("word")]
+            assert first == [f"word{number}" for number in range(30)]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_long_answer_costs_no_more_than_its_length() -> None:

@@ -5,6 +5,7 @@ Rule: NAME is a served model, or NAME:PROFILE, which is a model of its own in th
 its model's table says, unless its own says otherwise, and shares the weights and the cache.
 """
 
+import json
 from collections.abc import Container, Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
@@ -132,6 +133,9 @@ def read_profiles(tables: Any, file: str) -> tuple[Profile, ...]:
     profiles = []
     for name, table in tables.items():
         source = f'{file}: [models."{name}"]'
+        if not name or name != name.strip() or not name.isprintable():
+            fix = "give the name of a served model, or NAME:PROFILE"
+            raise ConfigError(f"{file}: [models.{json.dumps(name)}] is not allowed; {fix}")
         values = {key: _value(key, value, source) for key, value in table.items()}
         profiles.append(Profile(name, source, **values))
     return tuple(profiles)
@@ -157,6 +161,10 @@ def profiles_of(tables: Iterable[Profile], models: Container[str]) -> dict[str, 
         if name in models:
             found[name] = replace(table, base=name)
         elif base in models:
+            profile = name.removeprefix(f"{base}:")
+            if profile in ("", "latest") or "/" in profile:
+                fix = f'the API does not tell it from {base}; give another, as in "{base}:code"'
+                raise ConfigError(f"{table.source}: {profile!r} is no name of a profile: {fix}")
             for key in OF_THE_MODEL:
                 if (value := getattr(table, key)) is not None:
                     why = f'{base} shares its weights and cache; set it in [models."{base}"]'

@@ -448,7 +448,7 @@ def test_the_loop_guard(kind: str, layout: str, name: str, temperature: float) -
         if i % 2:
             r = replace(r, sampling=replace(r.sampling, logit_bias=((favourite, 100.0),)))
             want[n] = [favourite] * LEAST + [stop]
-        all_of[n] = replace(r, grammar=partial(LoopGuard, stop, r.prompt, str))
+        all_of[n] = replace(r, grammar=partial(LoopGuard, stop, str, str))
     e = tiny.engine(model(kind), layout=layout, block=BLOCK, blocks=256, budget=64)
     outputs = drive(e, equip(e, name, kind, all_of), {"fork": 8, "one": 3})
     assert {n: tiny.tokens(outputs, n) for n in all_of} == want

@@ -145,6 +145,21 @@ def test_a_named_one_has_no_context_or_draft_of_its_own(tmp_path: Path) -> None:
         assert profiles_of(tables, {"q:code"}), "it is a model's own name here"
 
 
+@pytest.mark.parametrize("name", ["", " q", "q\\n", "q\\u0007", "q:\\u200b"])
+def test_a_name_that_no_client_could_send(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not allowed; give the name of a served model"):
+        read(tmp_path, f'[models."{name}"]\nseed = 1\n')
+
+
+@pytest.mark.parametrize("profile", ["", "latest", "a/b"])
+def test_a_profile_that_the_api_does_not_tell_from_its_model(profile: str) -> None:
+    """Ollama's clients add :latest to any name; a path begins another model's name."""
+    table = Profile(f"q:{profile}", "config.toml")
+    with pytest.raises(ConfigError, match=f"config.toml: '{profile}' is no name of a profile"):
+        profiles_of([table], {"q"})
+    assert profiles_of([table], {f"q:{profile}"}), "it is a model's own name here"
+
+
 def test_over_a_models_own_defaults() -> None:
     own = Sampling(temperature=0.6, top_k=20)
     assert Profile(temperature=0.2, seed=3).over(own) == Sampling(0.2, top_k=20, seed=3)

@@ -223,8 +223,9 @@ class Scheduler:
                 return False
             if self.offloader and sharing and self.offloader.start_restore(seq, match):
                 continue
+            places = max(slots, len(self.running))  # before memory was low, more were started
             while self.running and (
-                len(self.running) >= slots or self._need(seq, match) > self._free()
+                len(self.running) >= places or self._need(seq, match) > self._free()
             ):
                 if not others:
                     return False

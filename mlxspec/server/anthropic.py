@@ -325,6 +325,7 @@ def usage_object(usage: Usage) -> Json:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.generated,
+        **usage.loops_ended,
     }
 
 

@@ -103,7 +103,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     limits = [limit for limit in budgets if limit is not None]
 
     thinking = prompt.thinking
-    guard = loop_guard(model, body, request, _last_text(talk))
+    guard = loop_guard(model, body, request, _last_text(talk), partial(_shown, talk))
 
     def matcher() -> Any:
         """The matcher of one choice, once the grammar is compiled."""
@@ -196,9 +196,11 @@ def _with_profile(model: TextModel, chat: ChatRequest) -> ChatRequest:
     if chat.budget is not None:
         return chat
     profile = model.profile
-    given = {"enable_thinking": profile.thinking, "reasoning_effort": profile.effort or None}
     sent = {name: value for name, value in chat.options.items() if value is not None}
-    off = profile.thinking is False and "enable_thinking" not in sent
+    asks = sent.get("reasoning_effort", "none") != "none"  # for reasoning
+    thinking = profile.thinking or (None if asks else profile.thinking)
+    given = {"enable_thinking": thinking, "reasoning_effort": profile.effort or None}
+    off = thinking is False and "enable_thinking" not in sent
     switch = template_reads(model.tokenizer, "enable_thinking")
     return replace(chat, options={**given, **sent}, budget=0 if off and not switch else None)
 
@@ -271,10 +273,11 @@ def loop_guard(
     body: Any,
     request: Request,
     asked: str,
+    shown: Callable[[], str],
 ) -> Callable[..., LoopGuard] | None:
     """The function that makes the loop guard of each choice, around another matcher if there is
     one; None if it is off or nothing ends the answer. `asked`: the text that may name a number of
-    repetitions."""
+    repetitions; `shown` returns all that the client sent."""
     wanted = model.server.config.loop_guard if body.loop_guard is None else body.loop_guard
     ends = sorted(request.stop_tokens & {*model.tokenizer.eos_token_ids})
     if not wanted or not ends:
@@ -282,7 +285,12 @@ def loop_guard(
     decode, repeats = model.tokenizer.decode, asked_repeats(asked)
     usual = model.tokenizer.eos_token_id  # of several, the one that ends a turn
     end = usual if usual in ends else ends[0]
-    return partial(LoopGuard, end, request.prompt, decode, repeats)
+    return partial(LoopGuard, end, shown, decode, repeats)
+
+
+def _shown(talk: Conversation) -> str:
+    """What the answer may copy: all but the model's own turns."""
+    return "\n".join(str(turn["content"]) for turn in talk.messages if turn["role"] != "assistant")
 
 
 def _last_text(talk: Conversation) -> str:

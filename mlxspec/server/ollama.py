@@ -183,6 +183,7 @@ def _end(choice: Choice, usage: Usage) -> Json:
         "prompt_eval_duration": int(first * 1e9),
         "eval_count": usage.generated,
         "eval_duration": int((usage.seconds - first) * 1e9),
+        **usage.loops_ended,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from mlxspec import log
 from mlxspec.server.body import FIRST, Count, Queued, Strict, endpoint
 from mlxspec.server.chat_request import encode_prompt, room_for
 from mlxspec.server.embeddings import run_in_groups
@@ -52,7 +53,7 @@ class Rerank(Queued):
 async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
     """The documents, the most relevant first, with a score from 0 to 1. Raises ApiError,
     RejectedRequest, Busy and Dead."""
-    names = (model.name, *model.server.paths[model.base].parts[-NAMED_IN:])
+    names = (model.base, *model.server.paths[model.base].parts[-NAMED_IN:])
     if not any("rerank" in name.lower() for name in names):
         why = f"{model.name} is no reranker by its name; serve one, such as Qwen3-Reranker"
         raise invalid("model", why)
@@ -80,6 +81,7 @@ async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
         shown = {"document": {"text": text}} if body.return_documents else {}
         results.append({"index": i, "relevance_score": scores[request.id], **shown})
     results.sort(key=lambda each: -each["relevance_score"])
+    log.info("%s: %d documents of %d tokens", model.name, len(texts), tokens)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     answer = {"id": f"rerank-{secrets.token_hex(12)}", "model": model.name}
     return JSONResponse({**answer, "results": results[: body.top_n], "usage": usage})

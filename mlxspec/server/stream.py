@@ -196,6 +196,12 @@ class Usage:
     rate: float = 0.0
     loops: int = 0
 
+    @property
+    def loops_ended(self) -> dict[str, int]:
+        """The field of the APIs' usage, which is there where the guard ended an answer, or its
+        reasoning."""
+        return {"loops_ended": self.loops} if self.loops else {}
+
 
 class ResponseWriter(Protocol):
     """The format of one API; one per response, called in order."""

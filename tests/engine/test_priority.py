@@ -63,6 +63,23 @@ def test_without_a_slot_the_least_important_gives_way_and_of_these_the_youngest(
     right(m, *running, now, more, equal)
 
 
+def test_with_low_memory_it_takes_the_place_of_one() -> None:
+    """More may run from before than are started then; they are not all preempted for it."""
+    m = Mock(64, max_sequences=3)
+    running = [Request(f"r{i}", (i, 2), 12, priority=LATER) for i in range(3)]
+    for r in running:
+        m.s.add(r)
+    m.step()
+    m.step()
+    m.settle()
+    m.s.low_memory = True
+    m.s.add(now := Request("now", (7, 7), 3))
+    m.step()
+    assert names(m.s.running) == ["now", "r0", "r1"] and names(m.s.waiting) == ["r2"]
+    m.finish()
+    right(m, *running, now)
+
+
 def test_without_blocks_the_background_gives_way_but_only_where_that_is_enough() -> None:
     m = Mock(12, context=44)
     low = Request("low", (1,) * 16, 8, priority=LATER)

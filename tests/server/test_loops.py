@@ -94,6 +94,27 @@ def test_it_is_told(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert "loops_ended" not in ask(max_tokens=50)["usage"]["completion_tokens_details"]
 
 
+@pytest.mark.parametrize("path", INPUT)
+def test_each_api_tells_it(ask: Any, path: str) -> None:
+    answer = ask(path)
+    usage = answer.get("usage", answer)
+    for details in ("completion_tokens_details", "output_tokens_details"):
+        usage = usage.get(details, usage)
+    assert usage["loops_ended"] == 1
+    assert "loops_ended" not in json.dumps(ask(path, loop_guard=False))
+
+
+def test_the_loop_of_an_earlier_turn_allows_no_longer_one(ask: Any) -> None:
+    """But what the user sent may be copied."""
+    loop, again = "h" * 2 * LEAST, {"role": "user", "content": "and then"}
+    turns = [{"role": "user", "content": "go on"}, {"role": "assistant", "content": loop}, again]
+    assert ask(messages=turns)["usage"]["completion_tokens"] == LEAST + 1
+    copied = ask(messages=[{"role": "user", "content": loop}], max_tokens=900)
+    assert copied["usage"]["completion_tokens"] == 3 * LEAST + 1
+    raw = ask(TEXT, prompt=loop, max_tokens=900)
+    assert raw["usage"]["completion_tokens"] == 3 * LEAST + 1
+
+
 def test_what_is_asked_for_goes_on(ask: Any) -> None:
     asked = [{"role": "user", "content": f"Write the letter {MOST} times."}]
     assert ask(messages=asked)["choices"][0]["finish_reason"] == "length"

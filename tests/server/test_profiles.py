@@ -232,6 +232,8 @@ async def test_thinking_where_the_template_has_a_switch(tmp_path: Path) -> None:
     wants: list[tuple[str, Any]] = [
         ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}),
         ("/v1/chat/completions", {"reasoning": {"max_tokens": 50}}),
+        ("/v1/chat/completions", {"reasoning_effort": "high"}),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}),
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 50}}),
         ("/api/chat", {"think": True}),
     ]
@@ -239,6 +241,7 @@ async def test_thinking_where_the_template_has_a_switch(tmp_path: Path) -> None:
         assert (await asked(s, path, **own))[0].endswith(opened), own
     for path in ("/v1/messages", "/api/chat", "/v1/responses"):
         assert (await asked(s, path))[0].endswith(closed), path
+    assert (await asked(s, reasoning_effort="none"))[0].endswith(closed)
 
 
 async def test_thinking_off_where_the_template_has_none(tmp_path: Path) -> None:
@@ -246,6 +249,7 @@ async def test_thinking_off_where_the_template_has_none(tmp_path: Path) -> None:
     s = reasoning(tmp_path, plain, thinking=False)
     assert (await asked(s))[1] == 0 and (await asked(s, model="tiny"))[1] is None
     assert (await asked(s, reasoning={"max_tokens": 5}))[1] == 5
+    assert (await asked(s, reasoning_effort="low"))[1] == 1024
     on = reasoning(tmp_path, plain, thinking=True)
     assert (await asked(on))[1] is None
 

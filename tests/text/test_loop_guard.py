@@ -6,6 +6,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +32,13 @@ END, CLOSE = 2, (5, 9)
 MOST = 4000  # tokens of an answer
 
 
+def letters(ids: Iterable[int]) -> str:
+    """The text of made-up tokens, of which each is one character."""
+    return "".join(chr(0x4E00 + id) for id in ids)
+
+
 def guard(prompt: Iterable[int] = (), repeats: int = 0, **more: Any) -> LoopGuard:
-    return LoopGuard(END, tuple(prompt), lambda ids: f"<{ids}>", repeats, **more)
+    return LoopGuard(END, partial(letters, tuple(prompt)), letters, repeats, **more)
 
 
 def said(matcher: Any, wishes: Iterable[int], most: int = MOST) -> list[int]:

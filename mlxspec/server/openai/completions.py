@@ -7,6 +7,7 @@ Rule: each piece of an answer is written once, by the same code for a body and f
 import secrets
 import time
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mlxspec.server.body import endpoint
@@ -191,9 +192,7 @@ def _delta(choice: Choice, part: Part) -> Json:
 
 
 def usage_object(usage: Usage) -> Json:
-    """OpenAI's usage. `loops_ended`, where there are some, are answers that the loop guard ended,
-    or whose reasoning it ended."""
-    loops = {"loops_ended": usage.loops} if usage.loops else {}
+    """OpenAI's usage."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.generated,
@@ -202,7 +201,7 @@ def usage_object(usage: Usage) -> Json:
         "completion_tokens_details": {
             "accepted_prediction_tokens": usage.kept,
             "rejected_prediction_tokens": usage.drafted - usage.kept,
-            **loops,
+            **usage.loops_ended,
         },
     }
 
@@ -244,7 +243,11 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
         name = f"{id}-{len(requests)}" if requests else id
         request = engine_request(model, body, name, prompt=ids, source="prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
-        if guard := loop_guard(model, body, request, text if isinstance(text, str) else ""):
+        shown = (
+            partial(str, text) if isinstance(text, str) else partial(model.tokenizer.decode, text)
+        )
+        asked = text if isinstance(text, str) else ""
+        if guard := loop_guard(model, body, request, asked, shown):
             request = replace(request, grammar=guard)
         requests.append(request)
         for _ in range(body.n):

@@ -108,7 +108,7 @@ class ResponsesWriter(ResponseWriter):
             # Writing to the cache costs nothing.
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.generated,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "output_tokens_details": {"reasoning_tokens": reasoning, **usage.loops_ended},
             "total_tokens": usage.prompt + usage.generated,
         }
         self._end(status, incomplete_details=details, usage=counts)

@@ -2,8 +2,9 @@
 
 A loop is a period of up to MAX_PERIOD tokens that is seen for `tokens_of_loop` of it. Answers are
 looked at after every WINDOW tokens, so what is ended, and where, depends on the tokens alone:
-neither a drafter nor the batch nor the cache can change an answer. What the prompt shows or asks
+neither a drafter nor the batch nor the cache can change an answer. What the client shows or asks
 for is no loop: a table that the answer copies, or as many repetitions as the last message names.
+The model's own turns do not count, or each loop would allow a longer one in the next turn.
 """
 
 import re
@@ -58,22 +59,28 @@ def _run(ids: np.ndarray, period: int) -> int:
     return len(ids) - (int(different[-1]) + 1 if len(different) else 0)
 
 
-def _longest_run(ids: np.ndarray, cycle: Sequence[int]) -> int:
-    """The longest stretch of `ids` that repeats `cycle`, wherever it begins in it."""
+def _longest_run(text: np.ndarray, cycle: np.ndarray) -> int:
+    """The longest stretch of `text` that repeats `cycle` at least twice, wherever it begins in
+    it. Both are characters."""
     period = len(cycle)
-    if len(ids) <= period:
+    if len(text) <= period:
         return 0
-    different = np.flatnonzero(ids[period:] != ids[:-period])
-    edges = np.concatenate([[-1], different, [len(ids) - period]])
-    twice = np.array([*cycle, *cycle], ids.dtype).tobytes()  # which contains every turn of it
+    different = np.flatnonzero(text[period:] != text[:-period])
+    edges = np.concatenate([[-1], different, [len(text) - period]])
+    lengths = np.diff(edges) - 1
+    twice = np.tile(cycle, 2).tobytes()  # which contains every turn of it
     longest = 0
-    for start, length in zip(edges[:-1] + 1, np.diff(edges) - 1, strict=True):
-        whole = int(length) + period
-        if length and whole > longest:
-            at = twice.find(ids[start : start + period].tobytes())
-            if at >= 0 and at % ids.itemsize == 0:
+    for at in np.flatnonzero(lengths >= period).tolist():
+        start, whole = edges[at] + 1, int(lengths[at]) + period
+        if whole > longest:
+            found = twice.find(text[start : start + period].tobytes())
+            if found >= 0 and found % text.itemsize == 0:
                 longest = whole
     return longest
+
+
+def _characters(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 @dataclass(slots=True)
@@ -82,13 +89,14 @@ class LoopGuard:
     its end, and the answer goes on; another one forces the token `end`, under a grammar as soon as
     that allows it: first what ends a string, a list, an object.
 
-    `prompt`: its tokens. `repeats`: how often the prompt asks for something. `decode` returns the
-    text of tokens. `inner`: the matcher of a thinking budget or of the grammar, if there is one;
-    `grammar`: the grammar's. `loops` counts those that were ended.
+    `shown`: returns the text that the client sent, asked for at the first loop. `repeats`: how
+    often the prompt asks for something. `decode` returns the text of tokens. `inner`: the matcher
+    of a thinking budget or of the grammar, if there is one; `grammar`: the grammar's. `loops`
+    counts those that were ended.
     """
 
     end: int
-    prompt: Sequence[int]
+    shown: Callable[[], str]
     decode: Callable[[list[int]], str]
     repeats: int = 0
     inner: Any = None
@@ -98,6 +106,7 @@ class LoopGuard:
     _since: int = 0  # where the text begins that may hold the next loop
     _near: bool = False  # whether a loop may be complete after this window
     _loop: str = ""  # the text of the loop that ends the answer
+    _shown: np.ndarray | None = None  # the characters of `shown`
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
@@ -152,9 +161,15 @@ class LoopGuard:
             self._loop = self.decode(recent[-period:]) or " "
 
     def _is_wanted(self, recent: Sequence[int], period: int) -> bool:
-        """Whether the prompt repeats it as long, or asks for as many repetitions."""
+        """Whether the client repeats it as long, or asks for as many repetitions."""
         run = _run(np.array(recent), period)
         if period <= MAX_LISTED and run <= min(MAX_ASKED, self.repeats * period):
             return True
-        prompt = np.fromiter(self.prompt, np.int32, len(self.prompt))
-        return run < tokens_of_loop(period) + _longest_run(prompt, recent[-period:])
+        if self._shown is None:
+            self._shown = _characters(self.shown())
+        # The period as text, from the middle of what repeats: decoding may change the first token.
+        three, two = (_characters(self.decode([*recent[-n * period :]])) for n in (3, 2))
+        length = len(three) - len(two)
+        cycle = three[length : 2 * length]
+        shown = _longest_run(self._shown, cycle) / length if length > 0 else 0
+        return run < tokens_of_loop(period) + shown * period

@@ -30,7 +30,7 @@ from mlxspec.text.formats import FINAL, format_of
 from mlxspec.text.images import Images, put_texts
 from mlxspec.text.messages import TooLong, canonical, parameter_types, rejected
 from mlxspec.text.output_parser import OutputParser
-from mlxspec.text.structured.grammar import Make
+from mlxspec.text.structured.grammar import CompiledGrammar
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.structured.loop_guard import LoopGuard, asked_repeats
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
@@ -103,11 +103,12 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     limits = [limit for limit in budgets if limit is not None]
 
     thinking = prompt.thinking
-    guard = loop_guard(model, body, request, _last_text(talk), partial(_shown, talk))
+    guard = loop_guard(model, body, request, _last_text(talk), _shown(talk))
 
     def matcher() -> Any:
         """The matcher of one choice, once the grammar is compiled."""
-        inner = rules = grammar and grammar.result()()
+        rules = grammar.result()() if grammar else None
+        inner: Any = rules
         if form.think_start and (limits or guard):
             limit = min(limits, default=UNLIMITED)
             inner = ThinkingBudget(form, tokenizer.decode, limit, thinking, inner)
@@ -288,9 +289,10 @@ def loop_guard(
     return partial(LoopGuard, end, shown, decode, repeats)
 
 
-def _shown(talk: Conversation) -> str:
-    """What the answer may copy: all but the model's own turns."""
-    return "\n".join(str(turn["content"]) for turn in talk.messages if turn["role"] != "assistant")
+def _shown(talk: Conversation) -> Callable[[], str]:
+    """Returns what the answer may copy: all but the model's own turns."""
+    texts = [str(turn["content"]) for turn in talk.messages if turn["role"] != "assistant"]
+    return partial("\n".join, texts)
 
 
 def _last_text(talk: Conversation) -> str:
@@ -305,7 +307,7 @@ def _grammar(
     chat: ChatRequest,
     talk: Conversation,
     prompt: RenderedPrompt,
-) -> Future[Make] | None:
+) -> Future[CompiledGrammar] | None:
     """The grammar of the answer, which may still be compiling: a required call, whatever the
     format; else the format or, if tools are offered, a call."""
     grammars, form, choice = model.grammars, body.format, chat.tool_choice

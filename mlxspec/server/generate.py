@@ -19,10 +19,11 @@ from starlette.types import Receive, Scope, Send
 from mlxspec import log
 from mlxspec.engine.worker import Mailbox
 from mlxspec.server import stream
+from mlxspec.server.body import IGNORED
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Figures, TextModel, while_connected
 from mlxspec.server.stream import Choice, Choices, Piece, ResponseWriter, Usage
-from mlxspec.text.structured.grammar import Make
+from mlxspec.text.structured.grammar import CompiledGrammar
 from mlxspec.types import Output, Request
 
 PROGRESS_S = 1.0  # between reports of how much of the prompt was read
@@ -36,7 +37,7 @@ class Prepared:
 
     requests: list[Request]
     choices: Choices
-    grammar: Future[Make] | None = None  # of the answers, being compiled
+    grammar: Future[CompiledGrammar] | None = None  # of the answers, being compiled
     # Called before the last byte is sent: the client's next request may follow at once.
     on_done: Callable[[], None] = lambda: None
 
@@ -151,7 +152,9 @@ class Generation:
         """Raises only before the first byte."""
         http, id = HttpRequest(scope, receive), self.writer.id
         if self.prepared.grammar:
-            await while_connected(http, asyncio.wrap_future(self.prepared.grammar))
+            future = asyncio.wrap_future(self.prepared.grammar)
+            left_out = (await while_connected(http, future)).left_out
+            scope[IGNORED] += [f"tools[].{word}" for word in left_out]
         server, answers = self.model.server, len(self.prepared.choices)
         size = server.config.max_sequences + server.config.max_queue
         if answers > size:

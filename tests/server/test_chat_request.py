@@ -223,6 +223,56 @@ async def test_allowed_tools_are_the_only_ones(make: Callable[..., Server], mode
         assert answer.status == 400 and answer.error["param"] == "tool_choice"
 
 
+STRINGS = {"type": "array", "items": {"type": "string"}}
+WILD: dict[str, tuple[Any, list[str]]] = {  # as MCP servers write it; what is not enforced of it
+    "unique": ({"properties": {"a": STRINGS | {"uniqueItems": True}}}, ["uniqueItems"]),
+    "not": ({"properties": {"a": {"not": {"type": "string"}}}}, ["not"]),
+    "if": ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, ["if", "then"]),
+    "contains": ({"properties": {"a": STRINGS | {"contains": {"const": "x"}}}}, ["contains"]),
+    "dependent": ({"dependentRequired": {"a": ["b"]}}, ["dependentRequired"]),
+    "look-ahead": ({"properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}, ["pattern"]),
+    "reference": ({"properties": {"a": {"$ref": "#/gone"}}}, ["parameters"]),
+    "null": ({"properties": None, "required": None}, []),
+    "capitals": ({"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}, []),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", WILD)
+async def test_what_a_forced_call_does_not_obey_is_named(
+    make: Callable[..., Server], name: str, stream: bool
+) -> None:
+    schema, words = WILD[name]
+    tool: Any = {"name": "f", "parameters": {"type": "object", **schema}}
+    for _ in range(2):  # the second one is cached
+        answer = await make(CALL).chat(
+            tools=[{"type": "function", "function": tool}], tool_choice="required", stream=stream
+        )
+        assert answer.status == 200, answer.body
+        named = answer.headers.get("x-mlxspec-ignored", "")
+        assert named == ", ".join(f"tools[].{word}" for word in words)
+
+
+async def test_types_in_capitals_are_enforced(make: Callable[..., Server]) -> None:
+    """Gemini's SDKs write them; so are schemas that have null for a keyword."""
+    s = make(CALL)
+    small: Any = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    large: Any = {"properties": {"a": {"type": "INTEGER", "enum": None}}, "required": ["a"]}
+    masks = []
+    for schema in (small, large):
+        tool = {"name": "f", "parameters": {"type": "object", **schema}}
+        await s.chat(
+            tools=[{"type": "function", "function": tool}],
+            tool_choice="required",
+            loop_guard=False,
+        )
+        matcher = s.engine.submitted[-1].grammar()
+        begin = '<tool_call>\n{"name": "f", "arguments": {"a": '
+        matcher.take(s.engine.tokenizer.encode(begin, add_special_tokens=False))
+        masks.append(matcher.masks(())[0])
+    assert masks[0] == masks[1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_functions_of_the_time_before_tools(
     make: Callable[..., Server], stream: bool

@@ -18,7 +18,7 @@ from mlxspec.text.formats import format_of, layout_of
 from mlxspec.text.layouts import CALL_ID, OTHER, SAME_KEY, Layout
 from mlxspec.text.messages import RejectedRequest, types_of
 from mlxspec.text.proof import forces_own_format
-from mlxspec.text.structured.json_schema import json_rule
+from mlxspec.text.structured.json_schema import LEFT_OUT, json_rule, mended
 from mlxspec.types import Json
 
 # Keywords by which an object may have more properties than it lists.
@@ -70,12 +70,14 @@ def arguments_rule(function: Function, where: str) -> str:
         if is_strict(function):
             name = function["name"]
             raise RejectedRequest(error.field, f"{error} (of the tool {name!r})") from error
-        return json_rule({"type": "object"}, where)
+        return json_rule({"type": "object", "$comment": f"{LEFT_OUT}parameters"}, where)
 
 
 def _schema(function: Function) -> Json:
     """The schema of the arguments: an object, closed if it lists its properties."""
     schema = {**(function.get("parameters") or {}), "type": "object"}
+    if not is_strict(function):
+        schema = mended(schema)
     properties, required = (
         schema.get("properties"),
         schema.get("required", []),

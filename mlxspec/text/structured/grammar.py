@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_headers, is_harmony
 from mlxspec.text.messages import RejectedRequest, Tools, rejected
 from mlxspec.text.structured.call_rules import arguments_rule, call_rules, is_strict, regex_of
-from mlxspec.text.structured.json_schema import first_line
+from mlxspec.text.structured.json_schema import first_line, left_out
 from mlxspec.text.structured.trial import Trial, new_matcher, warm_error
 
 MAX_COMPILED = 32  # grammars in the cache
@@ -37,7 +37,6 @@ MAX_SLOW = 8  # slow masks of one answer
 RESTART_S = 0.05  # a grammar that takes longer to compile is never compiled while an answer runs
 QUOTE = '"'
 CLOSERS = frozenset(QUOTE + "]}")  # what ends a JSON string, a list, an object
-Make = Callable[[], Any]  # of matchers
 T = TypeVar("T")
 
 
@@ -115,35 +114,36 @@ class Grammars:
         thinking: bool | None,
         where: str,
         instead: str = "",
-    ) -> Future[Make]:
-        """A future for the function that makes a matcher for each answer, by the grammar `instead`
-        if `lark` is not accepted. `thinking`: the prompt has opened the reasoning; None: the answer
+    ) -> Future["CompiledGrammar"]:
+        """A future for what makes a matcher for each answer, by the grammar `instead` if `lark` is
+        not accepted. `thinking`: the prompt has opened the reasoning; None: the answer
         may open it."""
         if len(lark) > MAX_BYTES and instead:
             lark, instead = instead, ""
         if len(lark) > MAX_BYTES:
             raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
-        make = self._cached(lark, thinking)
-        if not make:
+        grammar = self._cached(lark, thinking)
+        if not grammar:
             return self._threads.submit(self._compile, lark, thinking, where, instead)
-        done: Future[Make] = Future()
-        done.set_result(make)
+        done: Future[CompiledGrammar] = Future()
+        done.set_result(grammar)
         return done
 
-    def _cached(self, lark: str, thinking: bool | None) -> Make | None:
-        """The function that makes matchers of a cached grammar, unless that has failed: copies
-        share a lexer, and so an error."""
+    def _cached(self, lark: str, thinking: bool | None) -> "CompiledGrammar | None":
+        """A cached grammar, unless that has failed: copies share a lexer, and so an error."""
         with self._lock:  # no other thread may copy a matcher that computes
             grammar = self._compiled.get((lark, thinking))
             if grammar is None or warm_error(grammar.matcher):
                 return None
             self._compiled.move_to_end((lark, thinking))
             # The cached one may compute here while the engine copies this one.
-            return replace(grammar, matcher=grammar.matcher.deep_copy()).make
+            return replace(grammar, matcher=grammar.matcher.deep_copy())
 
-    def _compile(self, lark: str, thinking: bool | None, where: str, instead: str) -> Make:
-        if make := self._cached(lark, thinking):  # another request compiled it
-            return make
+    def _compile(
+        self, lark: str, thinking: bool | None, where: str, instead: str
+    ) -> "CompiledGrammar":
+        if made := self._cached(lark, thinking):  # another request compiled it
+            return made
         with self._building:
             self._vocabulary = self._vocabulary or self._read_vocabulary(where)
         try:
@@ -152,11 +152,12 @@ class Grammars:
             if not instead:
                 raise
             grammar = self._vocabulary.compile(instead, thinking, where)
+            grammar = replace(grammar, left_out=("parameters",))
         with self._lock:
             self._compiled[lark, thinking] = grammar
             while sum(other.size for other in self._compiled.values()) > MAX_CACHED:
                 self._compiled.popitem(last=False)
-        return self._cached(lark, thinking) or grammar.make
+        return self._cached(lark, thinking) or grammar
 
     def _read_vocabulary(self, where: str) -> "Vocabulary":
         try:
@@ -230,12 +231,13 @@ class Vocabulary:
         seconds, size = 0.0, LEAST_SIZE
         for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
             whole = self._whole(lark, before)
-            cpu, memory, problem = self._trial.run(whole)
+            cpu, memory, problem, warnings = self._trial.run(whole)
             if problem:
                 raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
             seconds, size = seconds + cpu, max(size, memory)
         recompile = partial(new_matcher, self.inner, whole)
-        return CompiledGrammar(recompile(), recompile, self, seconds < RESTART_S, size)
+        words = left_out(lark, warnings)
+        return CompiledGrammar(recompile(), recompile, self, seconds < RESTART_S, size, words)
 
     def _whole(self, lark: str, thinking: bool | None) -> str:
         """A grammar with the reasoning before it, in llguidance's format."""
@@ -249,15 +251,17 @@ class Vocabulary:
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar; the matchers of answers are copies of `matcher`. `recompile` compiles it again,
-    while answers run only if that is `quick`: it delays all of them."""
+    while answers run only if that is `quick`: it delays all of them. `left_out`: keywords of
+    schemas that it does not enforce."""
 
     matcher: LLMatcher
     recompile: Callable[[], LLMatcher]
     vocabulary: Vocabulary
     quick: bool
     size: int  # bytes
+    left_out: tuple[str, ...] = ()
 
-    def make(self) -> "GrammarMatcher":
+    def __call__(self) -> "GrammarMatcher":
         """The matcher of one answer."""
         return GrammarMatcher(self, self.matcher.deep_copy())
 

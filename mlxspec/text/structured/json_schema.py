@@ -34,6 +34,9 @@ STYLE = {
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
+LEFT_OUT = "left out: "  # in a comment of a rule's schema, before what cannot be enforced
+CAPITALS = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
+NULLS = {"properties", "required", "items", "enum", "additionalProperties"}
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
 
 
@@ -44,6 +47,7 @@ def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
     for node in _walk(checked) if lenient else ():
         if isinstance(node, dict) and LOOKS_AROUND.search(str(node.get("pattern", ""))):
             del node["pattern"]
+            node["$comment"] = f"{LEFT_OUT}pattern"
     return f"%json {json.dumps({**checked, 'x-guidance': {**STYLE, 'lenient': lenient}})}"
 
 
@@ -62,6 +66,29 @@ def checked_schema(schema: Any, where: str) -> Json:
         _drop(node)
     _check_numbers(nodes, where)
     return copy
+
+
+def mended(schema: Json) -> Json:
+    """A copy of a schema as MCP servers and Gemini's SDKs write it: types in small letters, and no
+    keyword that is null."""
+    copy: Json = json.loads(json.dumps(schema))
+    for node in _walk(copy):
+        if isinstance(node, dict):
+            for key in NULLS & node.keys():
+                if node[key] is None:
+                    del node[key]
+            if node.get("type") in CAPITALS:
+                node["type"] = node["type"].lower()
+    return copy
+
+
+def left_out(lark: str, warnings: list[str]) -> tuple[str, ...]:
+    """The keywords that a lenient rule does not enforce, by its own comments and by llguidance's
+    warnings."""
+    words = re.findall(rf'"\$comment": "{LEFT_OUT}(\w+)"', lark)
+    for warning in warnings:
+        words += re.findall(r'"([^"]+)"', warning) or re.findall("format|Properties", warning)
+    return tuple(dict.fromkeys(words))
 
 
 def first_line(error: str) -> str:

@@ -62,9 +62,10 @@ class Trial:
         self._control: socket.socket | None = None  # to the process
         self._end: Callable[[], object] = lambda: None
 
-    def run(self, grammar: str) -> tuple[float, int, str]:
-        """The CPU seconds and the bytes that a grammar takes to compile, and why it cannot be used,
-        "" if it can. Raises RuntimeError if the process cannot be started."""
+    def run(self, grammar: str) -> tuple[float, int, str, list[str]]:
+        """The CPU seconds and the bytes that a grammar takes to compile, why it cannot be used, ""
+        if it can, and llguidance's warnings, unless it is a slow one. Raises RuntimeError if the
+        process cannot be started."""
         ours, theirs = socket.socketpair()
         ours.settimeout(2 * MAX_S)
         answer = b""
@@ -77,9 +78,9 @@ class Trial:
                 answer = _read(ours)
         if not answer:
             limits = f"{MAX_CPU_S} s or {MAX_MEMORY >> 20} MiB"
-            return MAX_CPU_S, 0, f"compiling it takes more than {limits}, or too deep a stack"
-        seconds, size, why = json.loads(answer)
-        return seconds, size, why
+            return MAX_CPU_S, 0, f"compiling it takes more than {limits}, or too deep a stack", []
+        seconds, size, why, warnings = json.loads(answer)
+        return seconds, size, why, warnings
 
     def _hand_over(self, theirs: socket.socket) -> None:
         """Send one end of a pair to the process, after starting it if there is none or it has
@@ -142,7 +143,11 @@ def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
     def work() -> None:
         matcher = new_matcher(tokenizer, grammar)
         why = warm_error(matcher)
-        results.append([time.process_time(), _peak() - memory, why])  # of this fork alone
+        took, size = time.process_time(), _peak() - memory  # of this fork alone
+        results.append([took, size, why, []])
+        if not why and took < MAX_CPU_S / 4:  # they take as long again
+            told = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)
+            results[0][-1] = told[1]
 
     threading.stack_size(STACK)
     worker = threading.Thread(target=work, daemon=True)

@@ -20,8 +20,8 @@ import typer
 
 from mlxspec.client import MAX_LINE, ClientError, request, when_loaded
 from mlxspec.commands.options import Key, Url, server_of
-from mlxspec.commands.plain import Plain, dim, note
-from mlxspec.commands.typed import HISTORY, piped, typed, unechoed
+from mlxspec.commands.plain_output import PlainAnswer, dim, note
+from mlxspec.commands.terminal_input import HISTORY, no_echo, read_messages, split_messages
 from mlxspec.config import load
 from mlxspec.types import Json, printable
 
@@ -115,13 +115,13 @@ def converse(talk: "Chat") -> None:
     """Answer what is typed, or the lines of stdin where that is no terminal. There an error ends
     it; at a terminal only the user does."""
     interactive = sys.stdin.isatty()
-    messages: Iterator[str] = piped(sys.stdin)
+    messages: Iterator[str] = split_messages(sys.stdin)
     if interactive:
         from mlxspec.model.hub import cache_of
 
         note(f"{printable(talk.model)} at {talk.server[0]}. {HINT}.")
         words = [*COMMANDS, *FIELDS]
-        messages = typed(cache_of(load({})) / HISTORY, words, HINT)
+        messages = read_messages(cache_of(load({})) / HISTORY, words, HINT)
     for text in messages:
         word = text.split(maxsplit=1)[0] if text.startswith("/") else ""
         try:
@@ -262,7 +262,7 @@ class Chat:
         answer = Answer(_view())
         try:
             with (
-                unechoed(),
+                no_echo(),
                 answer.view,
                 request(*self.server, "POST", "/v1/chat/completions", body) as response,
             ):
@@ -331,12 +331,12 @@ class Answer:
 
 
 def _view() -> Any:
-    """What shows an answer: a Screen on a terminal that can be drawn to, else a Plain."""
+    """What shows an answer: a LiveAnswer on a terminal that can be drawn to, else a PlainAnswer."""
     if not sys.stdout.isatty():
-        return Plain()
-    display = import_module("mlxspec.commands.display")
-    screen = display.Screen()
-    return Plain() if screen.console.is_dumb_terminal else screen
+        return PlainAnswer()
+    output = import_module("mlxspec.commands.terminal_output")
+    screen = output.LiveAnswer()
+    return PlainAnswer() if screen.console.is_dumb_terminal else screen
 
 
 def _text(content: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from mlxspec import log
 from mlxspec.config import load
 from mlxspec.files import lock, write_atomic
-from mlxspec.server.doorman import turn_away
+from mlxspec.server.unavailable import answer_unavailable
 from mlxspec.types import UserError
 
 SAFE_CRASHES, WINDOW_S = 3, 600.0
@@ -99,7 +99,7 @@ def refuse(listener: socket.socket, reason: str) -> None:
     end = time.monotonic() + REFUSE_S
     while (remaining := end - time.monotonic()) > 0:
         listener.settimeout(remaining)
-        turn_away(listener, message)
+        answer_unavailable(listener, message)
 
 
 def rotate(path: Path) -> None:

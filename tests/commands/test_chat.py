@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlxspec.commands import display
+from mlxspec.commands import terminal_output
 from tests.support.screen import shown
 
 CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")  # that control a terminal
@@ -362,13 +362,13 @@ def test_markdown_is_drawn_while_it_streams(size: int, tmp_path: Path) -> None:
 
 def test_what_is_drawn_again_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """However the redraws fall between the prints, each line is shown once."""
-    monkeypatch.setattr(display, "REDRAWS", 50_000)
+    monkeypatch.setattr(terminal_output, "REDRAWS", 50_000)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(20):
             out = io.StringIO()
-            drawn = display.Screen()
+            drawn = terminal_output.LiveAnswer()
             drawn.live.console = drawn.console = Console(
                 file=out, force_terminal=True, width=80, height=24, no_color=True
             )
@@ -393,8 +393,8 @@ def test_a_long_answer_costs_no_more_than_its_length() -> None:
         parts, rest = [], ""
         for at in range(0, len(text), 64):
             rest += text[at : at + 64]
-            assert len(rest) <= display.MOST + 200
-            done, rest = display.split_blocks(rest)
+            assert len(rest) <= terminal_output.MOST + 200
+            done, rest = terminal_output.split_blocks(rest)
             parts += [done] if done else []
         told = "".join([*parts, rest]).replace("```python\n", "").replace("```\n", "")
         assert told == text.replace("```python\n", "").replace("```\n", "")

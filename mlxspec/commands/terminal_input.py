@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlxspec.commands.plain import note
+from mlxspec.commands.plain_output import note
 
 HISTORY = "chat-history"  # the file in the cache directory
 REMEMBERED = 1000  # messages
@@ -23,7 +23,7 @@ PASTE_S = 0.05  # between the lines of a paste, where the terminal does not mark
 QUOTES = '"""'
 
 
-def typed(file: Path, words: Iterable[str], hint: str) -> Iterator[str]:
+def read_messages(file: Path, words: Iterable[str], hint: str) -> Iterator[str]:
     """The messages that a user types, with editing and the history in `file`, where Python has
     readline. `words` are completed; Ctrl-C prints the `hint`, Ctrl-D ends."""
     history, marked = _History(file), False
@@ -40,22 +40,22 @@ def typed(file: Path, words: Iterable[str], hint: str) -> Iterator[str]:
             continue
         if text.strip():
             history.add(text)
-            yield unquoted(text)
+            yield unquote(text)
 
 
-def piped(lines: Iterable[str]) -> Iterator[str]:
+def split_messages(lines: Iterable[str]) -> Iterator[str]:
     """The messages in the lines of a file."""
     kept: list[str] = []
     for line in lines:
         kept.append(line.rstrip("\n"))
         if not _is_open(kept):
-            yield unquoted("\n".join(kept))
+            yield unquote("\n".join(kept))
             kept = []
     if kept:
-        yield unquoted("\n".join(kept))
+        yield unquote("\n".join(kept))
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     """A message without blanks around it, or the text between the quotes as it is; the blank stays
     that makes / no command."""
     begin, text = text[:2], text.strip()
@@ -151,7 +151,7 @@ class _History:
 
 
 @contextmanager
-def unechoed() -> Iterator[None]:
+def no_echo() -> Iterator[None]:
     """While the terminal is drawn to, keys are kept for the next message and not shown."""
     try:
         termios: Any = import_module("termios")

@@ -16,29 +16,29 @@ RETRY_S = 2  # after which a browser asks again
 PAGE = "<!doctype html><meta http-equiv=refresh content={}><title>mlxspec</title><p>{}"
 
 
-class Doorman:
+class UnavailableResponder:
     """Turns away all clients of a socket, which it lets listen, while its block is entered."""
 
     def __init__(self, listener: socket.socket, message: str, code: str) -> None:
         self.told = message, code
-        self.door = listener.dup()
+        self.listener = listener.dup()
         self.ended, self.end = socket.socketpair()
 
     def __enter__(self) -> None:
-        self.door.listen(BACKLOG)
-        self.door.setblocking(False)  # as the server's loop wants it
-        Thread(target=self._work, name="doorman", daemon=True).start()
+        self.listener.listen(BACKLOG)
+        self.listener.setblocking(False)  # as the server's loop wants it
+        Thread(target=self._work, name="unavailable", daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self.end.close()
 
     def _work(self) -> None:
-        with self.door, self.ended:
-            while self.ended not in select.select([self.door, self.ended], [], [])[0]:
-                turn_away(self.door, *self.told)
+        with self.listener, self.ended:
+            while self.ended not in select.select([self.listener, self.ended], [], [])[0]:
+                answer_unavailable(self.listener, *self.told)
 
 
-def turn_away(listener: socket.socket, message: str, code: str = "") -> None:
+def answer_unavailable(listener: socket.socket, message: str, code: str = "") -> None:
     """Answer the next connection: a browser with a page that tries again, others in JSON."""
     with suppress(OSError):
         client, _ = listener.accept()

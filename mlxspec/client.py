@@ -41,7 +41,7 @@ def request(
     """The response with status 200 to a JSON `body`. `url` has no / at its end; `timeout` is in
     seconds without a byte.
 
-    Raises ClientError, also for any error while the caller reads the response.
+    Raises ClientError, also for any error in the caller's block, which only reads and parses.
     """
     headers = {"Content-Type": "application/json"}
     if api_key:

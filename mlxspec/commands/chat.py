@@ -9,7 +9,8 @@ import json
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -54,6 +55,7 @@ FIELDS = (
     "chat_template_kwargs",
     "response_format",
 )
+Pieces = Generator[tuple[str, str], None, None]  # what to show: kind and text
 LEAST_S = 0.1  # of an answer whose speed is told
 
 System = Annotated[
@@ -162,7 +164,7 @@ class Chat:
         with request(*self.server, "GET", path) as response:
             info = json.load(response)
             info = info["data"][0] if "data" in info else info
-            self.model = info["id"]
+            self.model = str(info["id"])
             self.context = int(info.get("context_window", 0))
             self.sees = "image" in info.get("input_modalities", ())
 
@@ -198,10 +200,12 @@ class Chat:
                 raise ClientError(f"there is no command {word}; /help lists them all; {why}")
 
     def _list_models(self) -> None:
+        lines = []
         with request(*self.server, "GET", "/v1/models") as response:
             for info in json.load(response)["data"]:
                 mark = "*" if info["id"] == self.model else " "
-                note(printable(f"{mark} {info['id']} ({info.get('status', 'served')})"))
+                lines.append(printable(f"{mark} {info['id']} ({info.get('status', 'served')})"))
+        note("\n".join(lines))
 
     def set(self, name: str, value: str) -> None:
         """Set a field of the next requests, or with "" leave it to the model. Raises
@@ -237,7 +241,7 @@ class Chat:
             parts = (f"## {one['role']}\n\n{_text(one['content'])}\n" for one in messages)
             text = "\n".join(parts)
         try:
-            with file.open("x", encoding="utf-8") as out:
+            with file.open("x", encoding="utf-8", errors="replace") as out:
                 out.write(text)
         except OSError as error:
             raise ClientError(f"{file}: {error.strerror}; give another name") from error
@@ -259,15 +263,15 @@ class Chat:
             "stream_options": {"include_usage": True},
             "return_progress": True,
         }
-        answer = Answer(_view())
+        answer, view = Answer(), _view()
         try:
             with (
                 no_echo(),
-                answer.view,
-                request(*self.server, "POST", "/v1/chat/completions", body) as response,
+                view,
+                closing(self._stream(body, answer)) as pieces,
             ):
-                for event in _events(response):
-                    answer.take(event)
+                for kind, piece in pieces:
+                    view.write(kind, piece)
         except KeyboardInterrupt:
             note("stopped")
         finally:
@@ -276,6 +280,11 @@ class Chat:
                 self.messages += [question, reply]
                 self.images = []
         return self._summary(answer)
+
+    def _stream(self, body: Json, answer: "Answer") -> Pieces:
+        with request(*self.server, "POST", "/v1/chat/completions", body) as response:
+            for event in _events(response):
+                yield from answer.take(event)
 
     def _summary(self, answer: "Answer") -> str:
         """What an answer took, and why it was cut."""
@@ -297,10 +306,9 @@ class Chat:
 
 @dataclass
 class Answer:
-    """One answer while it streams to a `view`. `used`: tokens of the context with it; `seconds`:
-    from its first text to its end."""
+    """One answer while it streams. `used`: tokens of the context with it; `seconds`: from its first
+    text to its end."""
 
-    view: Any
     text: str = ""
     finish: str = ""
     tokens: int = 0
@@ -308,23 +316,23 @@ class Answer:
     seconds: float = 0.0
     began: float = 0.0
 
-    def take(self, event: Json) -> None:
-        """Show one event of the stream."""
+    def take(self, event: Json) -> Pieces:
+        """What to show of one event of the stream. Any error is the server's."""
         if read := event.get("prompt_progress"):
             share = read["processed"] / max(1, read["total"])
-            self.view.progress(f"reading the prompt: {share:.0%} of {read['total']:,} tokens")
+            yield "progress", f"reading the prompt: {share:.0%} of {read['total']:,} tokens"
         for choice in event["choices"]:
             self.finish = choice.get("finish_reason") or ""
             delta = choice["delta"]
-            thought, piece = delta.get("reasoning_content"), delta.get("content")
-            if thought:
-                self.view.write("reasoning", thought)
-            if piece:
-                self.text += piece
-                self.view.write("content", piece)
+            thought, piece = delta.get("reasoning_content") or "", delta.get("content") or ""
+            self.text += piece
             if thought or piece:
                 self.began = self.began or time.monotonic()
                 self.seconds = time.monotonic() - self.began
+            if thought:
+                yield "reasoning", "" + thought
+            if piece:
+                yield "content", piece
         if usage := event.get("usage"):
             self.tokens = usage["completion_tokens"]
             self.used = usage.get("prompt_tokens", 0) + self.tokens

@@ -20,11 +20,10 @@ class PlainAnswer:
         if self.kind == "content":
             print(flush=True)
 
-    def progress(self, text: str) -> None:
-        """Nothing: what the server does is for terminals."""
-
     def write(self, kind: str, text: str) -> None:
-        """Write more of the answer, or of its reasoning."""
+        """Write more of the answer, or of its reasoning; progress is for terminals."""
+        if kind == "progress":
+            return
         before, self.kind = self.kind, kind  # Ctrl-C may come at any moment
         if kind == "reasoning":
             note(dim(text), end="")

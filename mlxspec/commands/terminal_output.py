@@ -94,15 +94,13 @@ class LiveAnswer:
                 if not self.ended.is_set():
                     self.live.refresh()
 
-    def progress(self, text: str) -> None:
-        """Say what the server does before it answers."""
-        with self.drawing:
-            self.state.update(text=Text(text, "dim"))
-
     def write(self, kind: str, text: str) -> None:
-        """Show more of the answer, or of its reasoning."""
+        """Show more of the answer or of its reasoning, or what the server does before."""
         with self.drawing:
-            self._write(kind, text)
+            if kind == "progress":
+                self.state.update(text=Text(text, "dim"))
+            else:
+                self._write(kind, text)
 
     def _write(self, kind: str, text: str) -> None:
         if kind != self.kind:

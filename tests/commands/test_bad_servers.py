@@ -1,5 +1,6 @@
 """A server that answers anything: the chat and `mlxspec status` say so."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -44,3 +45,11 @@ def test_a_server_that_answers_anything(value: str, monkeypatch: pytest.MonkeyPa
     ):
         body = around % VALUES[value].encode()
         assert status.get_status("http://localhost:1").state in ("unwell", "stopped")
+    for around in (
+        b'{"choices": [{"index": 0, "delta": {"reasoning_content": %s}}]}\n',
+        b'{"choices": [{"index": 0, "delta": {"content": %s}}]}\n',
+        b'{"choices": [], "usage": {"completion_tokens": %s}}\n',
+    ):
+        body = around % VALUES[value].encode() + b"data: [DONE]"
+        with suppress(ClientError):
+            chat.Chat(("http://localhost:1", "")).ask("hello")

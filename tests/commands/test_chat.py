@@ -1,5 +1,6 @@
 """The terminal chat, as its own process, against a small real server on a socket."""
 
+import errno
 import fcntl
 import io
 import json
@@ -24,6 +25,7 @@ import pytest
 from rich.console import Console
 
 from mlxspec.commands import terminal_output
+from mlxspec.commands.chat import Chat
 from tests.support.screen import shown
 
 CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")  # that control a terminal
@@ -245,6 +247,53 @@ def test_something_else_at_that_address() -> None:
 def test_a_model_cannot_steer_the_terminal() -> None:
     with serving(lambda peer, body: peer.stream("a\x1b[2Jb\r\x07c\td")) as server:
         assert chat(server.url, "x\n").stdout == "a[2Jbc\td\n"
+
+
+@pytest.mark.parametrize(("encoding", "out"), [("utf-8", "aé水?b\n" * 2), ("ascii", "a???b\n" * 2)])
+def test_what_stdout_cannot_encode_is_replaced(
+    encoding: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal's encoding, or half an emoji, is no fault of the server."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    file = tmp_path / "talk.md"
+    with serving(lambda peer, body: peer.stream("aé水\ud83d", "b")) as server:
+        done = chat(server.url, f"one\ntwo\n/save {file}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, f"saved to {file}\n")
+    assert "aé水?b" in file.read_text("utf-8")
+
+
+def test_a_closed_pipe_is_not_told_as_the_servers() -> None:
+    with serving(echo) as server:
+        ours, theirs = os.pipe()
+        os.close(ours)
+        done = subprocess.run(
+            command(server.url),
+            input="one\ntwo\n",
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "") and len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError()])
+def test_an_error_of_showing_is_told_as_it_is(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [error]
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if errors:
+                raise errors.pop()
+            return super().write(text)
+
+    monkeypatch.setattr("sys.stdout", Full())
+    with serving(echo) as server, pytest.raises(type(error)) as caught:
+        Chat((server.url, "")).ask("one")
+    assert caught.value is error
 
 
 class Terminal:

@@ -72,7 +72,7 @@ def test_a_listener_that_never_answers(
         return http.client.HTTPConnection(host, port, timeout=timeout / 50)
 
     assert 1 <= chat.LATE_S <= 3
-    monkeypatch.setattr(chat, "LATE_S", 2 / 50)
+    monkeypatch.setattr(chat, "LATE_S", chat.LATE_S / 50)
     monkeypatch.setitem(client.CONNECTIONS, "http", connect)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"

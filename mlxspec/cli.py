@@ -6,6 +6,7 @@ Rule: what a user can fix ends in one line on stderr and exit status 2; a traceb
 
 import json
 import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -48,7 +49,9 @@ app.add_typer(menubar, name="menubar", rich_help_panel=SERVER)
 
 
 def main() -> None:
-    """Run the command in `sys.argv`."""
+    """Run the command in `sys.argv`. What stdout cannot encode is shown as a question mark."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         app(prog_name="mlxspec")
     except (UserError, OSError) as error:
@@ -211,7 +214,8 @@ def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> Non
     print(f"{verb}ing {body['model']} ...", file=sys.stderr)
     with request(*server, "POST", f"/v1/models/{verb}", body, timeout=LOAD_S) as response:
         done = json.load(response)
-    print(printable(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s"))
+        text = f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s"
+    print(printable(text))
 
 
 @cache.command("ls")

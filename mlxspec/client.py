@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from mlxspec.types import LOADING, UserError, printable
 
-TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
+QUESTION_S = 15  # without a byte; a service that sleeps has to start first
+STREAM_S = 120  # the same in an answer; longer than any keep-alive interval a server may have
 POLL_S = 0.3  # between two queries whether the server has loaded its model
 MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -36,12 +37,12 @@ def request(
     method: str,
     path: str,
     body: Any = None,
-    timeout: float = TIMEOUT_S,
+    timeout: float = QUESTION_S,
 ) -> Iterator[http.client.HTTPResponse]:
     """The response with status 200 to a JSON `body`. `url` has no / at its end; `timeout` is in
     seconds without a byte.
 
-    Raises ClientError, also for any error while the caller reads the response.
+    Raises ClientError, also for any error in the caller's block, which only reads and parses.
     """
     headers = {"Content-Type": "application/json"}
     if api_key:
@@ -66,6 +67,11 @@ def request(
         raise
     except ConnectionRefusedError as failure:
         raise NotRunning(f"no server at {url}; start one with: mlxspec serve") from failure
+    except TimeoutError as failure:
+        raise ClientError(
+            f"{url} has not answered for {timeout:.0f} s; see the server's log, or if another"
+            " program has the port, stop that or set another --url or port",
+        ) from failure
     except (OSError, http.client.HTTPException) as failure:
         raise ClientError(
             f"{url}: {failure or type(failure).__name__}; see the server's log",

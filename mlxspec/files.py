@@ -21,12 +21,13 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxspec"
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a whole file or nothing, creating its folders. Raises OSError; the old file then
     stays."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
+        part.touch(mode)
         part.write_bytes(data)
         part.replace(path)
     finally:

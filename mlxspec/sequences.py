@@ -20,7 +20,7 @@ from mlxspec.types import (
     Sampling,
 )
 
-MAX_PASSED = 64  # later sequences that may start before a waiting one
+MAX_OVERTAKES = 64  # later sequences that may start before a waiting one
 
 
 @dataclass(slots=True)
@@ -148,8 +148,8 @@ class Seq:
 
     @property
     def priority(self) -> int:
-        """Its request's; lower than any once MAX_PASSED others have started before it."""
-        return self.request.priority if self.passed < MAX_PASSED else -MAX_PRIORITY - 1
+        """Its request's; lower than any once MAX_OVERTAKES others have started before it."""
+        return self.request.priority if self.passed < MAX_OVERTAKES else -MAX_PRIORITY - 1
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def pass_over(waiting: Iterable[Seq], started: Seq) -> None:
     all that is more important."""
     for other in waiting:
         other.passed += other.order < started.order
-        starved = min(started.passed, other.passed) >= MAX_PASSED
+        starved = min(started.passed, other.passed) >= MAX_OVERTAKES
         if starved and other.request is not started.request:
             other.passed = 0
 

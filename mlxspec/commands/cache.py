@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlxspec.cache.disk import read_label, stored_files
 from mlxspec.commands.table import print_table
-from mlxspec.commands.typed import HISTORY
+from mlxspec.commands.terminal_input import HISTORY
 from mlxspec.config import Config
 from mlxspec.files import format_size, lock
 from mlxspec.model.hub import STORED, cache_of, prompts_of

@@ -9,19 +9,21 @@ import json
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from mlxspec.client import MAX_LINE, ClientError, request, when_loaded
+from mlxspec.client import MAX_LINE, STREAM_S, ClientError, request, when_loaded
 from mlxspec.commands.options import Key, Url, server_of
-from mlxspec.commands.plain import Plain, dim, note
-from mlxspec.commands.typed import HISTORY, piped, typed, unechoed
+from mlxspec.commands.plain_output import PlainAnswer, dim, note
+from mlxspec.commands.terminal_input import HISTORY, no_echo, read_messages, split_messages
 from mlxspec.config import load
 from mlxspec.types import Json, printable
 
@@ -54,6 +56,8 @@ FIELDS = (
     "chat_template_kwargs",
     "response_format",
 )
+Pieces = Generator[tuple[str, str], None, None]  # what to show: kind and text
+LATE_S = 2.0  # without an answer until the user is told
 LEAST_S = 0.1  # of an answer whose speed is told
 
 System = Annotated[
@@ -115,13 +119,13 @@ def converse(talk: "Chat") -> None:
     """Answer what is typed, or the lines of stdin where that is no terminal. There an error ends
     it; at a terminal only the user does."""
     interactive = sys.stdin.isatty()
-    messages: Iterator[str] = piped(sys.stdin)
+    messages: Iterator[str] = split_messages(sys.stdin)
     if interactive:
         from mlxspec.model.hub import cache_of
 
         note(f"{printable(talk.model)} at {talk.server[0]}. {HINT}.")
         words = [*COMMANDS, *FIELDS]
-        messages = typed(cache_of(load({})) / HISTORY, words, HINT)
+        messages = read_messages(cache_of(load({})) / HISTORY, words, HINT)
     for text in messages:
         word = text.split(maxsplit=1)[0] if text.startswith("/") else ""
         try:
@@ -159,12 +163,18 @@ class Chat:
     def use(self, name: str) -> None:
         """Go on with a served model, or begin with the first. Raises ClientError."""
         path = f"/v1/models/{quote(name)}" if name else "/v1/models"
-        with request(*self.server, "GET", path) as response:
-            info = json.load(response)
-            info = info["data"][0] if "data" in info else info
-            self.model = info["id"]
-            self.context = int(info.get("context_window", 0))
-            self.sees = "image" in info.get("input_modalities", ())
+        late = Timer(LATE_S, note, [f"waiting for {self.server[0]} to answer"])
+        late.start()
+        try:
+            with request(*self.server, "GET", path) as response:
+                info = json.load(response)
+                info = info["data"][0] if "data" in info else info
+                self.model = str(info["id"])
+                self.context = int(info.get("context_window", 0))
+                self.sees = "image" in info.get("input_modalities", ())
+        finally:
+            late.cancel()
+            late.join()  # a process with threads should not fork
 
     def command(self, word: str, rest: str) -> None:
         """Carry out a command that was typed. Raises ClientError."""
@@ -198,10 +208,12 @@ class Chat:
                 raise ClientError(f"there is no command {word}; /help lists them all; {why}")
 
     def _list_models(self) -> None:
+        lines = []
         with request(*self.server, "GET", "/v1/models") as response:
             for info in json.load(response)["data"]:
                 mark = "*" if info["id"] == self.model else " "
-                note(printable(f"{mark} {info['id']} ({info.get('status', 'served')})"))
+                lines.append(printable(f"{mark} {info['id']} ({info.get('status', 'served')})"))
+        note("\n".join(lines))
 
     def set(self, name: str, value: str) -> None:
         """Set a field of the next requests, or with "" leave it to the model. Raises
@@ -237,7 +249,7 @@ class Chat:
             parts = (f"## {one['role']}\n\n{_text(one['content'])}\n" for one in messages)
             text = "\n".join(parts)
         try:
-            with file.open("x", encoding="utf-8") as out:
+            with file.open("x", encoding="utf-8", errors="replace") as out:
                 out.write(text)
         except OSError as error:
             raise ClientError(f"{file}: {error.strerror}; give another name") from error
@@ -259,15 +271,15 @@ class Chat:
             "stream_options": {"include_usage": True},
             "return_progress": True,
         }
-        answer = Answer(_view())
+        answer, view = Answer(), _view()
         try:
             with (
-                unechoed(),
-                answer.view,
-                request(*self.server, "POST", "/v1/chat/completions", body) as response,
+                no_echo(),
+                view,
+                closing(self._stream(body, answer)) as pieces,
             ):
-                for event in _events(response):
-                    answer.take(event)
+                for kind, piece in pieces:
+                    view.write(kind, piece)
         except KeyboardInterrupt:
             note("stopped")
         finally:
@@ -276,6 +288,12 @@ class Chat:
                 self.messages += [question, reply]
                 self.images = []
         return self._summary(answer)
+
+    def _stream(self, body: Json, answer: "Answer") -> Pieces:
+        path = "/v1/chat/completions"
+        with request(*self.server, "POST", path, body, timeout=STREAM_S) as response:
+            for event in _events(response):
+                yield from answer.take(event)
 
     def _summary(self, answer: "Answer") -> str:
         """What an answer took, and why it was cut."""
@@ -297,10 +315,9 @@ class Chat:
 
 @dataclass
 class Answer:
-    """One answer while it streams to a `view`. `used`: tokens of the context with it; `seconds`:
-    from its first text to its end."""
+    """One answer while it streams. `used`: tokens of the context with it; `seconds`: from its first
+    text to its end."""
 
-    view: Any
     text: str = ""
     finish: str = ""
     tokens: int = 0
@@ -308,35 +325,35 @@ class Answer:
     seconds: float = 0.0
     began: float = 0.0
 
-    def take(self, event: Json) -> None:
-        """Show one event of the stream."""
+    def take(self, event: Json) -> Pieces:
+        """What to show of one event of the stream. Any error is the server's."""
         if read := event.get("prompt_progress"):
             share = read["processed"] / max(1, read["total"])
-            self.view.progress(f"reading the prompt: {share:.0%} of {read['total']:,} tokens")
+            yield "progress", f"reading the prompt: {share:.0%} of {read['total']:,} tokens"
         for choice in event["choices"]:
             self.finish = choice.get("finish_reason") or ""
             delta = choice["delta"]
-            thought, piece = delta.get("reasoning_content"), delta.get("content")
-            if thought:
-                self.view.write("reasoning", thought)
-            if piece:
-                self.text += piece
-                self.view.write("content", piece)
+            thought, piece = delta.get("reasoning_content") or "", delta.get("content") or ""
+            self.text += piece
             if thought or piece:
                 self.began = self.began or time.monotonic()
                 self.seconds = time.monotonic() - self.began
+            if thought:
+                yield "reasoning", "" + thought
+            if piece:
+                yield "content", piece
         if usage := event.get("usage"):
             self.tokens = usage["completion_tokens"]
             self.used = usage.get("prompt_tokens", 0) + self.tokens
 
 
 def _view() -> Any:
-    """What shows an answer: a Screen on a terminal that can be drawn to, else a Plain."""
+    """What shows an answer: a LiveAnswer on a terminal that can be drawn to, else a PlainAnswer."""
     if not sys.stdout.isatty():
-        return Plain()
-    display = import_module("mlxspec.commands.display")
-    screen = display.Screen()
-    return Plain() if screen.console.is_dumb_terminal else screen
+        return PlainAnswer()
+    output = import_module("mlxspec.commands.terminal_output")
+    screen = output.LiveAnswer()
+    return PlainAnswer() if screen.console.is_dumb_terminal else screen
 
 
 def _text(content: Any) -> str:

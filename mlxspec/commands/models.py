@@ -23,7 +23,7 @@ from mlxspec.commands.options import (
     log_to_stderr,
     names_on_disk,
 )
-from mlxspec.commands.plain import note
+from mlxspec.commands.plain_output import note
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config, data_dir, load
 from mlxspec.files import format_size, read_json, weight_bytes, weight_files, write_atomic

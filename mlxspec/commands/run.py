@@ -19,7 +19,7 @@ import typer
 from mlxspec.client import POLL_S, ClientError, NotRunning, request, when_loaded
 from mlxspec.commands.chat import Chat, Settings, System, converse, new_chat
 from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk
-from mlxspec.commands.plain import note
+from mlxspec.commands.plain_output import note
 from mlxspec.config import load, url_of
 from mlxspec.files import MODULE
 

@@ -34,7 +34,7 @@ CLOSE_S = 2.0  # for a model's disk cache to finish writing, before the process 
 UNLOAD_S = 0.5  # likewise, while other models wait
 LARGE = 0.6  # of the machine's memory: macOS was seen to page out larger weights
 RELEASE_S = 4.0  # of idleness, after which buffers are freed that the next step would use again
-MAX_PASSED = 8  # steps of models with more important requests before one of another's
+MAX_SKIPPED_STEPS = 8  # steps of models with more important requests before one of another's
 RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
@@ -301,7 +301,7 @@ class ModelManager:
         active = [(slot, slot.engine) for slot in self._turns if slot.engine and slot.engine.active]
         best = min((engine.priority for _, engine in active), default=0)
         for slot, engine in active:
-            if engine.priority > best and slot.passed < MAX_PASSED:
+            if engine.priority > best and slot.passed < MAX_SKIPPED_STEPS:
                 continue
             for other, _ in active:
                 other.passed += 1

@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 
 from mlxspec import blas, log
 from mlxspec.config import BUILT_IN, Config, ConfigError, as_flags, check_host, url_of
-from mlxspec.server.doorman import Doorman
+from mlxspec.server.unavailable import UnavailableResponder
 from mlxspec.types import LOADING, UserError, printable
 
 GRACE_S = 5  # for the last bytes of finished answers
@@ -70,14 +70,14 @@ def serve_model(
     with listener or bind(config) as listener:  # a used port is reported before the loading
         threading.stack_size(8 << 20)  # of the threads to come: llguidance recurses
         gc.disable()  # imports leave hardly any garbage, and collecting takes a seventh of them
-        door: AbstractContextManager[None] = nullcontext()
+        responder: AbstractContextManager[None] = nullcontext()
         if not load_on_request:
             why = (
                 f"{config.name or config.model or BUILT_IN} is being loaded; try again in a moment"
             )
-            door = Doorman(listener, why, LOADING)
+            responder = UnavailableResponder(listener, why, LOADING)
         try:
-            with door:
+            with responder:
                 app = _load(config, load_on_request)
             gc.freeze()  # the first collection would walk all of it, during the first answer
         finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from mlxspec import log
 from mlxspec.config import load
 from mlxspec.files import lock, write_atomic
-from mlxspec.server.doorman import turn_away
+from mlxspec.server.unavailable import UnavailableResponder
 from mlxspec.types import UserError
 
 SAFE_CRASHES, WINDOW_S = 3, 600.0
@@ -95,11 +95,8 @@ def serve(
 def refuse(listener: socket.socket, reason: str) -> None:
     """Answer requests with 503 and the reason, for a while."""
     log.error("the server cannot start: %s", reason)
-    message = f"mlxspec cannot start: {reason}"
-    end = time.monotonic() + REFUSE_S
-    while (remaining := end - time.monotonic()) > 0:
-        listener.settimeout(remaining)
-        turn_away(listener, message)
+    with UnavailableResponder(listener, f"mlxspec cannot start: {reason}"):
+        time.sleep(REFUSE_S)
 
 
 def rotate(path: Path) -> None:

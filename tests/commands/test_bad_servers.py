@@ -1,9 +1,15 @@
 """A server that answers anything: the chat and `mlxspec status` say so."""
 
+import http.client
+import socket
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from mlxspec import client
+from mlxspec.cli import app
 from mlxspec.client import ClientError
 from mlxspec.commands import chat
 from mlxspec.service import status
@@ -44,3 +50,39 @@ def test_a_server_that_answers_anything(value: str, monkeypatch: pytest.MonkeyPa
     ):
         body = around % VALUES[value].encode()
         assert status.get_status("http://localhost:1").state in ("unwell", "stopped")
+    for around in (
+        b'{"choices": [{"index": 0, "delta": {"reasoning_content": %s}}]}\n',
+        b'{"choices": [{"index": 0, "delta": {"content": %s}}]}\n',
+        b'{"choices": [], "usage": {"completion_tokens": %s}}\n',
+    ):
+        body = around % VALUES[value].encode() + b"data: [DONE]"
+        with suppress(ClientError):
+            chat.Chat(("http://localhost:1", "")).ask("hello")
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "launch"])
+def test_a_listener_that_never_answers(
+    command: str, monkeypatch: pytest.MonkeyPatch, bare_settings: None
+) -> None:
+    """What is waited for is said soon, and the wait is far shorter than for an answer's text."""
+    seconds: list[float] = []
+
+    def connect(host: str, port: int, timeout: float) -> http.client.HTTPConnection:
+        seconds.append(timeout)
+        return http.client.HTTPConnection(host, port, timeout=timeout / 50)
+
+    assert 1 <= chat.LATE_S <= 3
+    monkeypatch.setattr(chat, "LATE_S", chat.LATE_S / 50)
+    monkeypatch.setitem(client.CONNECTIONS, "http", connect)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        words = {"run": ["tiny", "hello"], "chat": [], "launch": ["--print", "opencode"]}[command]
+        done = CliRunner().invoke(app, [command, "--url", url, *words])
+        talk = chat.Chat((url, ""))
+        with pytest.raises(ClientError, match="has not answered for"):
+            talk.ask("hello")
+    assert isinstance(done.exception, ClientError)
+    told = str(done.exception)
+    assert f"{url} has not answered for 15 s" in told and "another program has the port" in told
+    assert seconds == [15, 120]
+    assert (f"waiting for {url} to answer\n" in done.stderr) == (command != "launch")

@@ -1,5 +1,6 @@
 """The terminal chat, as its own process, against a small real server on a socket."""
 
+import errno
 import fcntl
 import io
 import json
@@ -23,7 +24,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlxspec.commands import display
+from mlxspec.commands import terminal_output
+from mlxspec.commands.chat import Chat
 from tests.support.screen import shown
 
 CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")  # that control a terminal
@@ -247,6 +249,53 @@ def test_a_model_cannot_steer_the_terminal() -> None:
         assert chat(server.url, "x\n").stdout == "a[2Jbc\td\n"
 
 
+@pytest.mark.parametrize(("encoding", "out"), [("utf-8", "aé水?b\n" * 2), ("ascii", "a???b\n" * 2)])
+def test_what_stdout_cannot_encode_is_replaced(
+    encoding: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal's encoding, or half an emoji, is no fault of the server."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    file = tmp_path / "talk.md"
+    with serving(lambda peer, body: peer.stream("aé水\ud83d", "b")) as server:
+        done = chat(server.url, f"one\ntwo\n/save {file}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, f"saved to {file}\n")
+    assert "aé水?b" in file.read_text("utf-8")
+
+
+def test_a_closed_pipe_is_not_told_as_the_servers() -> None:
+    with serving(echo) as server:
+        ours, theirs = os.pipe()
+        os.close(ours)
+        done = subprocess.run(
+            command(server.url),
+            input="one\ntwo\n",
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "") and len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError()])
+def test_an_error_of_showing_is_told_as_it_is(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [error]
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if errors:
+                raise errors.pop()
+            return super().write(text)
+
+    monkeypatch.setattr("sys.stdout", Full())
+    with serving(echo) as server, pytest.raises(type(error)) as caught:
+        Chat((server.url, "")).ask("one")
+    assert caught.value is error
+
+
 class Terminal:
     """A chat at a terminal of 80 columns, which remembers what it showed."""
 
@@ -362,13 +411,13 @@ def test_markdown_is_drawn_while_it_streams(size: int, tmp_path: Path) -> None:
 
 def test_what_is_drawn_again_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """However the redraws fall between the prints, each line is shown once."""
-    monkeypatch.setattr(display, "REDRAWS", 50_000)
+    monkeypatch.setattr(terminal_output, "REDRAWS", 50_000)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(20):
             out = io.StringIO()
-            drawn = display.Screen()
+            drawn = terminal_output.LiveAnswer()
             drawn.live.console = drawn.console = Console(
                 file=out, force_terminal=True, width=80, height=24, no_color=True
             )
@@ -393,8 +442,8 @@ def test_a_long_answer_costs_no_more_than_its_length() -> None:
         parts, rest = [], ""
         for at in range(0, len(text), 64):
             rest += text[at : at + 64]
-            assert len(rest) <= display.MOST + 200
-            done, rest = display.split_blocks(rest)
+            assert len(rest) <= terminal_output.MOST + 200
+            done, rest = terminal_output.split_blocks(rest)
             parts += [done] if done else []
         told = "".join([*parts, rest]).replace("```python\n", "").replace("```\n", "")
         assert told == text.replace("```python\n", "").replace("```\n", "")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mlxspec.engine.scheduler import MAX_DEFERRED
-from mlxspec.sequences import MAX_PASSED
+from mlxspec.sequences import MAX_OVERTAKES
 from mlxspec.types import BACKGROUND, MAX_PRIORITY, Request
 from tests.engine.test_scheduler import Mock, answer
 from tests.support import tiny
@@ -177,7 +177,7 @@ def test_a_starved_queue_does_not_overtake_everybody() -> None:
     while "person" not in names(m.s.running):
         m.step()
         lows |= {name for name in names(m.s.running) if name.startswith("low")}
-    assert added >= MAX_PASSED and len(lows) <= 1
+    assert added >= MAX_OVERTAKES and len(lows) <= 1
     for name in {*names(m.s.waiting)}:
         m.s.abort(name)
     m.finish()
@@ -197,7 +197,7 @@ def test_nobody_is_passed_by_more_than_so_many() -> None:
         m.step()
         started |= {*names(m.s.running)} - {"a", "low"}
         assert added < 1000
-    assert len(started) == MAX_PASSED
+    assert len(started) == MAX_OVERTAKES
     while "low" in names(m.s.running):  # nor is it interrupted from now on
         m.s.add(Request(f"r{added}", (added % 5, 2, added), 2))
         added += 1

@@ -379,7 +379,7 @@ def test_random_lives(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> N
     windows = rng.choice([(), (), (3,), (1, 6), (10,)])
     states = rng.choice([0, 0, 1, 5, 100])
     priorities = rng.choice([(0,), (0, 100), (-1000, 0, 3, 1000)])
-    monkeypatch.setattr("mlxspec.sequences.MAX_PASSED", rng.choice([1, 5, 64]))
+    monkeypatch.setattr("mlxspec.sequences.MAX_OVERTAKES", rng.choice([1, 5, 64]))
     m = Mock(
         blocks,
         budget=budget,

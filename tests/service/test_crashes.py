@@ -21,7 +21,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxspec.server import doorman
+from mlxspec.server import unavailable
 from mlxspec.service import crashes
 from mlxspec.service.crashes import SAFE_CRASHES, WINDOW_S
 from tests.service.activator import Activator
@@ -227,7 +227,7 @@ def test_a_file_that_may_not_be_read_is_told(
 
 def test_a_refusal_bears_idle_clients_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crashes, "REFUSE_S", 1.0)
-    monkeypatch.setattr(doorman, "CLIENT_S", 0.05)
+    monkeypatch.setattr(unavailable, "CLIENT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         idle = [socket.create_connection(address) for _ in range(3)]

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.syntax import Syntax
 from rich.text import Text
 
-from mlxspec.commands.plain import plain
+from mlxspec.commands.plain_output import strip_control
 
 REDRAWS = 8  # a second
 MOST = 3000  # characters that are drawn again; a longer block is printed in parts
@@ -24,7 +24,7 @@ FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 ITEM = re.compile(r"[-*+] |\d+[.)] ")
 
 
-class Code(CodeBlock):
+class AnswerCode(CodeBlock):
     """A block of code in the terminal's own background, so that its parts have no seam."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -37,10 +37,10 @@ class Code(CodeBlock):
         )
 
 
-class Page(Markdown):
+class AnswerMarkdown(Markdown):
     """Markdown as models write it: lines stay lines, HTML is text, links show where they lead."""
 
-    elements = Markdown.elements | {"fence": Code, "code_block": Code}
+    elements = Markdown.elements | {"fence": AnswerCode, "code_block": AnswerCode}
 
     def __init__(self, text: str) -> None:
         super().__init__(text, hyperlinks=False)
@@ -54,7 +54,7 @@ class Page(Markdown):
                     part.type = "hardbreak"
 
 
-class Screen:
+class LiveAnswer:
     """One answer on a terminal, while its block is entered. Ctrl-C leaves what was shown.
 
     Rich's own thread would draw between the two halves of a print, which first reads how many
@@ -94,15 +94,13 @@ class Screen:
                 if not self.ended.is_set():
                     self.live.refresh()
 
-    def progress(self, text: str) -> None:
-        """Say what the server does before it answers."""
-        with self.drawing:
-            self.state.update(text=Text(text, "dim"))
-
     def write(self, kind: str, text: str) -> None:
-        """Show more of the answer, or of its reasoning."""
+        """Show more of the answer or of its reasoning, or what the server does before."""
         with self.drawing:
-            self._write(kind, text)
+            if kind == "progress":
+                self.state.update(text=Text(text, "dim"))
+            else:
+                self._write(kind, text)
 
     def _write(self, kind: str, text: str) -> None:
         if kind != self.kind:
@@ -110,7 +108,7 @@ class Screen:
             self._print(rest)
             self.kind, self.before = kind, ""
             self.console.print()
-        self.rest += plain(text)
+        self.rest += strip_control(text)
         split = split_lines if kind == "reasoning" else split_blocks
         before, (done, self.rest) = len(self.rest), split(self.rest)
         self._print(done)
@@ -129,7 +127,7 @@ class Screen:
                 yield Segment.line()
 
     def _drawn(self, text: str) -> RenderableType:
-        return Text(text.strip("\n"), "dim") if self.kind == "reasoning" else Page(text)
+        return Text(text.strip("\n"), "dim") if self.kind == "reasoning" else AnswerMarkdown(text)
 
     def _print(self, text: str) -> None:
         if text.strip():

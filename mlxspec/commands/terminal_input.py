@@ -14,16 +14,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlxspec.commands.plain import note
+from mlxspec.commands.plain_output import note
+from mlxspec.files import write_atomic
 
 HISTORY = "chat-history"  # the file in the cache directory
-REMEMBERED = 1000  # messages
-LONGEST = 4096  # characters of one that is remembered
+REMEMBERED, MOST = 1000, 2000  # messages, after the file was cut and before
+LONGEST = 4000  # bytes of the line of one that is remembered
 PASTE_S = 0.05  # between the lines of a paste, where the terminal does not mark it
 QUOTES = '"""'
 
 
-def typed(file: Path, words: Iterable[str], hint: str) -> Iterator[str]:
+def read_messages(file: Path, words: Iterable[str], hint: str) -> Iterator[str]:
     """The messages that a user types, with editing and the history in `file`, where Python has
     readline. `words` are completed; Ctrl-C prints the `hint`, Ctrl-D ends."""
     history, marked = _History(file), False
@@ -40,22 +41,22 @@ def typed(file: Path, words: Iterable[str], hint: str) -> Iterator[str]:
             continue
         if text.strip():
             history.add(text)
-            yield unquoted(text)
+            yield unquote(text)
 
 
-def piped(lines: Iterable[str]) -> Iterator[str]:
+def split_messages(lines: Iterable[str]) -> Iterator[str]:
     """The messages in the lines of a file."""
     kept: list[str] = []
     for line in lines:
         kept.append(line.rstrip("\n"))
         if not _is_open(kept):
-            yield unquoted("\n".join(kept))
+            yield unquote("\n".join(kept))
             kept = []
     if kept:
-        yield unquoted("\n".join(kept))
+        yield unquote("\n".join(kept))
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     """A message without blanks around it, or the text between the quotes as it is; the blank stays
     that makes / no command."""
     begin, text = text[:2], text.strip()
@@ -94,8 +95,7 @@ def _edit(readline: Any, history: "_History", words: Iterable[str]) -> bool:
     """Set up line editing. Returns whether it marks what is pasted."""
     readline.set_auto_history(False)
     history.readline = readline
-    for text in history.read():
-        readline.add_history(text)
+    history.read()
     known = list(words)
 
     def complete(begun: str, number: int) -> str | None:
@@ -120,38 +120,50 @@ class _History:
         self.file = file
         self.last = ""
 
-    def read(self) -> list[str]:
-        """The last messages; cuts the file where it has grown to twice as many."""
-        texts: list[str] = []
-        with suppress(OSError, ValueError):
-            lines = self.file.read_text("utf-8").splitlines()
-            if len(lines) > 2 * REMEMBERED:
-                self._write(lines[-REMEMBERED:], os.O_TRUNC)
-            for line in lines[-REMEMBERED:]:
-                self.last = str(json.loads(line))
-                texts.append(self.last)
-        return texts
+    def read(self) -> None:
+        """Hand readline the last messages, without lines that are broken."""
+        for line in self._lines()[-REMEMBERED:]:
+            with suppress(ValueError, RecursionError):
+                self._recall(str(json.loads(line)))
 
     def add(self, text: str) -> None:
         """Remember a message, unless it is the last one again."""
         if text == self.last:
             return
+        self._recall(text)
+        line = json.dumps(text, ensure_ascii=False) + "\n"
+        data = line.encode(errors="surrogatepass")
+        if len(data) <= LONGEST:
+            with suppress(OSError):
+                self._append(data)
+
+    def _recall(self, text: str) -> None:
         self.last = text
         if self.readline:
-            self.readline.add_history(text)
-        if len(text) <= LONGEST:
-            with suppress(OSError):
-                self._write([json.dumps(text)], os.O_APPEND)
+            with suppress(ValueError):  # it takes no lone surrogate
+                self.readline.add_history(text)
 
-    def _write(self, lines: Sequence[str], how: int) -> None:
+    def _lines(self) -> list[bytes]:
+        with suppress(OSError):
+            return self.file.read_bytes().splitlines(keepends=True)
+        return []
+
+    def _append(self, line: bytes) -> None:
+        """Write a line; cuts the file first where it would pass its limit."""
+        lines = self._lines()
+        if len(lines) >= MOST or sum(map(len, lines)) > (MOST - 1) * LONGEST:
+            lines = [one for one in lines[-REMEMBERED:] if len(one) <= LONGEST]
+            write_atomic(self.file, b"".join(lines), mode=0o600)
         self.file.parent.mkdir(0o700, parents=True, exist_ok=True)
-        number = os.open(self.file, os.O_WRONLY | os.O_CREAT | how, 0o600)
-        with open(number, "w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        self.file.touch(0o600)
+        with self.file.open("ab") as file:
+            if lines and not lines[-1].endswith(b"\n"):  # it was cut
+                file.write(b"\n")
+            file.write(line)
 
 
 @contextmanager
-def unechoed() -> Iterator[None]:
+def no_echo() -> Iterator[None]:
     """While the terminal is drawn to, keys are kept for the next message and not shown."""
     try:
         termios: Any = import_module("termios")

@@ -7,7 +7,7 @@ from shutil import get_terminal_size
 from textwrap import TextWrapper
 
 
-class Plain:
+class PlainAnswer:
     """One answer as it comes, while its block is entered: answers to stdout, reasoning to
     stderr."""
 
@@ -20,28 +20,27 @@ class Plain:
         if self.kind == "content":
             print(flush=True)
 
-    def progress(self, text: str) -> None:
-        """Nothing: what the server does is for terminals."""
-
     def write(self, kind: str, text: str) -> None:
-        """Write more of the answer, or of its reasoning."""
+        """Write more of the answer, or of its reasoning; progress is for terminals."""
+        if kind == "progress":
+            return
         before, self.kind = self.kind, kind  # Ctrl-C may come at any moment
         if kind == "reasoning":
             note(dim(text), end="")
             return
         if before == "reasoning":
             note("\n")
-        print(plain(text), end="", flush=True)
+        print(strip_control(text), end="", flush=True)
 
 
-def plain(text: str) -> str:
+def strip_control(text: str) -> str:
     """The text without control characters: a model must not control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def dim(text: str) -> str:
     """The text without control characters, in grey on a terminal."""
-    return f"\x1b[2m{plain(text)}\x1b[0m" if sys.stderr.isatty() else plain(text)
+    return f"\x1b[2m{strip_control(text)}\x1b[0m" if sys.stderr.isatty() else strip_control(text)
 
 
 def note(text: str, end: str = "\n") -> None:

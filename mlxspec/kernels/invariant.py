@@ -7,6 +7,7 @@ and attention is a product of one shape for each row and each part of its contex
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from math import ceil
 from typing import Any
 
@@ -163,14 +164,21 @@ def _attend(
         )
         top = mx.maximum(top, sinks)
     weights = mx.exp(scores - top)
-    total = _sum(weights.sum(axis=-1, keepdims=True))
+    total = _sum(weights.sum(axis=-1, keepdims=True), bool(a.window))
     if sinks is not None:
         total = total + mx.exp(sinks - top)[:, :, :, 0]
-    out = _sum(weights @ values) / total
+    out = _sum(weights @ values, bool(a.window)) / total
     return out.swapaxes(1, 2).reshape(batch, length, heads, -1).astype(q.dtype)
 
 
-def _sum(parts: Array) -> Array:
-    """Sums [B, kv_heads, L, parts, gqa, D] over the parts, one after the other: those of a longer
-    neighbour, which are 0, change nothing."""
-    return mx.cumsum(parts, axis=3)[:, :, :, -1]
+def _sum(parts: Array, window: bool) -> Array:
+    """Sums [B, kv_heads, L, parts, gqa, D] over the parts, by additions whose order is no
+    backend's: in pairs of neighbours, so that the parts of a longer neighbour, which are 0, change
+    nothing. A window's parts, which are few, begin anywhere: they are added one after the other."""
+    if window:
+        return reduce(mx.add, (parts[:, :, :, i] for i in range(parts.shape[3])))
+    while (count := parts.shape[3]) > 1:
+        if count % 2:
+            parts = mx.pad(parts, [(0, int(axis == 3)) for axis in range(parts.ndim)])
+        parts = parts[:, :, :, ::2] + parts[:, :, :, 1::2]
+    return parts[:, :, :, 0]

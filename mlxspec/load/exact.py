@@ -65,7 +65,8 @@ class Exactness:
             return f"not exact: {self.why}"
         if self.used(wanted):
             found = f"exact up to {self.rows} rows"
-            return f"{found}, for {cost}" if cost else found
+            found += f", for {cost}" if cost else ""
+            return f"{found}; not beyond: {self.why}" if self.why else found
         if not cost:
             return "not exact yet: how, and what it costs, is found out when idle"
         if wanted == "auto" and self.pays:
@@ -85,14 +86,15 @@ def examine(
     layout: LayoutChoice,
     block_size: int,
     known: Invariance | None = None,
+    kv_bits: int = 0,
 ) -> Exactness:
     """Find a model's Exactness, without its cost, and prove it, on a runner that is made for it.
-    `known`: how rows are to be computed, if it was found before."""
+    `known`: how rows are to be computed, if it was found before. `kv_bits`: of its pools."""
     if why := unsupported(layout):
         return Exactness(rows=0, why=why)
     blocks = 2 + 4 * ceil((CHUNK + block_size + TAIL + 3 * ROWS) / block_size)
     try:
-        runner = layout.runner(model, block_size, blocks)
+        runner = layout.runner(model, block_size, blocks, kv_bits=kv_bits)
         search = Search(runner, list(range(1, blocks)))
         invariance = known or search.run()
         runner.set_invariance(invariance)

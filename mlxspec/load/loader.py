@@ -186,7 +186,13 @@ def _find_exactness(
     exact = cache.exact
     if exact.rows == UNPROVEN and (config.exact == "on" or exact.pays):
         with progress("Checking which rows keep their bits"):
-            proven = examine(model, cache.layout, config.block_size, exact.invariance)
+            proven = examine(
+                model,
+                cache.layout,
+                config.block_size,
+                exact.invariance,
+                config.kv_bits,
+            )
         cache.exact = replace(proven, cost=exact.cost)
         cache.save()
     return cache.exact

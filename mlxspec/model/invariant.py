@@ -31,7 +31,9 @@ KINDS = (
 )
 CHUNK = 64  # rows of a chunk, or a block if that is longer: near a product's best rate on a GPU
 ROWS = 17  # of a step, in which a row's bits are compared with those of the row alone
-MORE_ROWS = (24, 33, 64)  # where they hold too, any number does
+# Of a call, tried one after the other; MLX changes kernels beyond these too, so none has more.
+MANY = 64  # rows of a call with which a prompt is read fast without chunks
+MORE_ROWS = (24, 33, MANY, 129, 256)
 LEAST = (1, 2)  # rows of a call
 ENOUGH = 7  # rows of a call: others are not tried
 
@@ -140,9 +142,9 @@ def find_invariance(
         if key not in found:
             rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
             found[key] = find_calls(layer, rows, check)
-    calls = {key: each for key, each in found.items() if each and each != Calls()}
+    calls = {key: each for key, each in found.items() if each}
     chunk = 0
-    if chunks or any(each.most for each in calls.values()):
+    if chunks or any(each.most < MANY for each in calls.values()):
         chunk = max(1, CHUNK // block_size) * block_size
     return Invariance(
         calls,
@@ -165,8 +167,6 @@ def find_calls(
     for transposed, op in ops.items():
         for least in LEAST:
             most = _most(op, least, arrays, check)
-            if most == 0:
-                return Calls(least, 0, transposed)
             if most >= least and (best is None or most > best.most):
                 best = Calls(least, most, transposed)
             if best and best.most >= ENOUGH:
@@ -175,8 +175,8 @@ def find_calls(
 
 
 def _most(op: Callable[..., Any], least: int, arrays: list[Array], check: Check) -> int:
-    """Up to how many rows a call keeps the bits of each row, wherever it is among them; 0: any
-    number, -1: none."""
+    """Up to how many rows a call keeps the bits of each row, wherever it is among them; -1: none.
+    It is never more than was tried."""
     alone = Calls(least, least)
     rows = [x[mx.arange(ROWS) % len(x)] for x in arrays]
     one = [_first_of(alone.apply(op, *(x[i : i + 1] for x in rows))) for i in range(ROWS)]
@@ -187,9 +187,9 @@ def _most(op: Callable[..., Any], least: int, arrays: list[Array], check: Check)
             check()
             at = mx.arange(count)[::order] % ROWS
             if not mx.array_equal(_first_of(op(*(x[at] for x in rows))), singles[at]):
-                return min(most, ROWS)
+                return most if most >= MANY else min(most, ROWS)
         most = count
-    return 0
+    return most
 
 
 def _first_of(y: Any) -> Any:

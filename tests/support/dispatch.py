@@ -35,6 +35,8 @@ class Chip:
     def dense(self, rows: int) -> int:
         if rows == 1:
             return ONE
+        if rows > 128:  # split K before that, for 2048 x 2048: matmul.cpp:913
+            return SPLIT
         if not self.wide:
             return TILES
         return WIDE if rows <= 5 else WIDER if rows <= 15 else TILES

@@ -1,0 +1,64 @@
+"""Attention whose rows keep their bits: contexts of several parts, alone and beside longer ones."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxspec.kernels import invariant
+from mlxspec.kernels.reference import Attention, Group, paged_attention
+
+HEADS, KV, DIM, SIZE = 4, 2, 16, 32
+CONTEXTS = (40, 100, 128, 129, 200, 300, 310, 380, 500, 640, 900)
+BLOCKS = sum(-(-n // SIZE) for n in CONTEXTS) + 1
+
+
+@pytest.fixture(autouse=True)
+def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan in a tree, as a GPU may have it: what adds by one has other bits beside a longer
+    neighbour."""
+
+    def scan(x: mx.array, axis: int) -> mx.array:
+        step, x = 1, mx.moveaxis(x, axis, 0)
+        while step < len(x):
+            x = mx.concatenate([x[:step], x[:-step] + x[step:]])
+            step *= 2
+        return mx.moveaxis(x, 0, axis)
+
+    monkeypatch.setattr(mx, "cumsum", scan)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_row_keeps_its_bits(rows: int, window: int | None, sinks: bool) -> None:
+    """Beside longer contexts, and whether it is one row of a step or the last of several."""
+    rng = np.random.default_rng(2)
+    pools = [mx.array(rng.normal(size=(KV, BLOCKS * SIZE, DIM)).astype(np.float32)) for _ in "kv"]
+    order = iter(rng.permutation(np.arange(1, BLOCKS)).tolist())
+    tables = [[next(order) for _ in range(-(-n // SIZE))] for n in CONTEXTS]
+    q = rng.normal(size=(len(CONTEXTS), rows, HEADS, DIM)).astype(np.float32)
+    sink = mx.array(rng.normal(size=HEADS).astype(np.float32)) if sinks else None
+
+    def attend(of: list[int], first: int) -> list[mx.array]:
+        """The rows from `first` on of these sequences in one step."""
+        starts = [CONTEXTS[i] - rows + first for i in of]
+        count = (rows - first) * len(of)
+        group = Group(0, count, rows - first, starts, {None: [tables[i] for i in of]}, SIZE)
+        given = Attention(
+            mx.array(q[of][:, first:].reshape(count, HEADS, DIM)),
+            *pools,
+            [group],
+            0.3,
+            window,
+            sink,
+        )
+        got = invariant.attention(given)
+        assert np.allclose(np.array(got), np.array(paged_attention(given)), atol=1e-5)
+        return mx.split(got, len(of))
+
+    together = attend(list(range(len(CONTEXTS))), 0)
+    for i, rows_of_it in enumerate(together):
+        [alone] = attend([i], 0)
+        assert mx.array_equal(rows_of_it, alone), CONTEXTS[i]
+        [last] = attend([i], rows - 1)
+        assert mx.array_equal(alone[-1:], last), CONTEXTS[i]

@@ -204,14 +204,15 @@ class Scheduler:
     def _start_next(self) -> bool:
         """Start the first waiting sequence that can, preempting less important ones where slots or
         blocks lack; False where none can."""
-        slots = 1 if self.low_memory else self.max_sequences
+        # Before memory was low, more may have been started than are now.
+        places = max(1, len(self.running)) if self.low_memory else self.max_sequences
         free = self._free()
         for seq in self.waiting:
             # Once it has been passed too often it is next, but interrupts nobody.
             others = [s for s in self.running if s.priority > seq.request.priority]
             most = free + sum(len(s.table) + self._lacking(s) for s in others)
             blocked = seq is self._blocked and most <= self._blocked_free
-            if blocked or len(self.running) - len(others) >= slots:
+            if blocked or len(self.running) - len(others) >= places:
                 return False
             if self._must_wait(seq):
                 continue
@@ -223,7 +224,6 @@ class Scheduler:
                 return False
             if self.offloader and sharing and self.offloader.start_restore(seq, match):
                 continue
-            places = max(slots, len(self.running))  # before memory was low, more were started
             while self.running and (
                 len(self.running) >= places or self._need(seq, match) > self._free()
             ):

@@ -200,7 +200,10 @@ def _with_profile(model: TextModel, chat: ChatRequest) -> ChatRequest:
     sent = {name: value for name, value in chat.options.items() if value is not None}
     asks = sent.get("reasoning_effort", "none") != "none"  # for reasoning
     thinking = profile.thinking or (None if asks else profile.thinking)
-    given = {"enable_thinking": thinking, "reasoning_effort": profile.effort or None}
+    effort = profile.effort or None
+    if effort == "none" and sent.get("enable_thinking"):
+        effort = None
+    given = {"enable_thinking": thinking, "reasoning_effort": effort}
     off = thinking is False and "enable_thinking" not in sent
     switch = template_reads(model.tokenizer, "enable_thinking")
     return replace(chat, options={**given, **sent}, budget=0 if off and not switch else None)

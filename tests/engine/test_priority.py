@@ -76,8 +76,16 @@ def test_with_low_memory_it_takes_the_place_of_one() -> None:
     m.s.add(now := Request("now", (7, 7), 3))
     m.step()
     assert names(m.s.running) == ["now", "r0", "r1"] and names(m.s.waiting) == ["r2"]
+    m.settle()
+    m.s.add(more := Request("more", (8, 8), 3))
+    m.step()
+    assert names(m.s.running) == ["now", "more", "r0"], "also beside one of its own rank"
+    m.settle()
+    m.s.add(equal := Request("equal", (6, 6), 3, priority=LATER))
+    m.step()
+    assert names(m.s.waiting) == ["r1", "r2", "equal"], "nothing else is started"
     m.finish()
-    right(m, *running, now)
+    right(m, *running, now, more, equal)
 
 
 def test_without_blocks_the_background_gives_way_but_only_where_that_is_enough() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mlxspec.text.chat import encode
+from mlxspec.text.structured.json_schema import mended
 from tests.support.scripted import END, INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -233,6 +234,9 @@ WILD: dict[str, tuple[Any, list[str]]] = {  # as MCP servers write it; what is n
     "look-ahead": ({"properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}, ["pattern"]),
     "reference": ({"properties": {"a": {"$ref": "#/gone"}}}, ["parameters"]),
     "null": ({"properties": None, "required": None}, []),
+    "one of": ({"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}}, ["oneOf"]),
+    "a name": ({"properties": {"pattern": {"type": "string", "description": "as (?!x)"}}}, []),
+    "nulls": ({"properties": {"a": {"type": ["STRING", "NULL"], "pattern": None}}}, []),
     "capitals": ({"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}, []),
 }
 
@@ -258,6 +262,11 @@ async def test_types_in_capitals_are_enforced(make: Callable[..., Server]) -> No
     s = make(CALL)
     small: Any = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
     large: Any = {"properties": {"a": {"type": "INTEGER", "enum": None}}, "required": ["a"]}
+    data = {"type": "STRING", "pattern": "(?!x)", "items": None}  # no schema
+    assert mended({"const": data, "properties": {"type": {"enum": [data]}}}) == {
+        "const": data,
+        "properties": {"type": {"enum": [data]}},
+    }
     masks = []
     for schema in (small, large):
         tool = {"name": "f", "parameters": {"type": "object", **schema}}

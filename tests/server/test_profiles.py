@@ -260,6 +260,8 @@ async def test_effort(tmp_path: Path) -> None:
     assert (await asked(s, reasoning_effort="medium"))[1] == 8192
     assert (await asked(s, reasoning={"max_tokens": 1500}))[1] == 1500
     assert (await asked(s, "/v1/responses", reasoning={"effort": "none"}))[1] == 0
+    none = reasoning(tmp_path, OPENS, effort="none")
+    assert (await asked(none))[1] == 0 and (await asked(none, "/api/chat", think=True))[1] is None
     levels = reasoning(tmp_path, LEVELS + "{{ reasoning_effort }}", effort="low")
     assert (await asked(levels))[0].endswith("low")
     assert (await asked(levels, reasoning_effort="high"))[0].endswith("high")

@@ -316,6 +316,30 @@ def test_references_and_alternatives_in_calls(coder: Grammars) -> None:
             jsonschema.validate(arguments, parameters)
 
 
+def test_what_parameters_in_tags_do_not_obey_is_named(coder: Grammars) -> None:
+    """And frees nothing else: neither the same call nor that of another tool."""
+    unique = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
+    one = {"properties": {"a": unique, "n": {"enum": [7]}}, "required": ["a", "n"]}
+    other = {
+        "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 5}},
+        "required": ["n"],
+    }
+    least = {**other, "if": {"required": ["n"]}, "then": {"required": ["m"]}}
+    kinds: dict[str, Any] = {"one": one, "other": other, "least": least}
+    some = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", **kind}}}
+        for name, kind in kinds.items()
+    ]
+    grammar = coder.compile(
+        coder.rules([coder.calls(some, None, True, "tool_choice")]), False, "tool_choice"
+    ).result()
+    assert set(grammar.left_out) == {"uniqueItems", "if", "then"}
+    del unique["uniqueItems"], least["if"]
+    for seed in range(12):
+        for name, arguments in called(coder, some, None, True, seed):
+            jsonschema.validate(arguments, kinds[name])
+
+
 def test_compiled_grammars_are_kept_and_bounded(agent: Grammars) -> None:
     for i in range(MAX_COMPILED + 5):
         agent.compile(f'start: "{i}"', False, "g").result()

@@ -99,6 +99,17 @@ def test_what_the_prompt_repeats_may_be_copied(period: int) -> None:
     assert endless[-1] == END and len(endless) > len(table)
 
 
+def test_a_table_may_be_copied_into_the_arguments_of_a_call(smollm2: Path) -> None:
+    """There it is the text of a JSON string."""
+    tokenizer = load_tokenizer(smollm2)
+    table = '<li class="a">x</li>\n' * 80
+    ids = tokenizer.encode(json.dumps(table), add_special_tokens=False)
+    made = replace(guard(), shown=lambda: f"Write this: {table}", decode=tokenizer.decode)
+    assert END not in said(made, ids) and not made.loops
+    other = replace(guard(), decode=tokenizer.decode)
+    assert said(other, ids)[-1] == END
+
+
 def test_what_the_prompt_asks_for_may_repeat() -> None:
     text = "Write 500 zeros, please."
     assert asked_repeats(text) == 500

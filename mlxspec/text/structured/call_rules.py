@@ -23,6 +23,8 @@ from mlxspec.types import Json
 
 # Keywords by which an object may have more properties than it lists.
 OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
+# Keywords of an object that its properties in tags do not obey.
+CONDITIONS = {"if", "not", "anyOf", "oneOf", "allOf", "dependentRequired", "dependentSchemas"}
 # Keywords of a string that free text up to a closing tag obeys.
 FREE = frozenset("type title description default examples nullable".split())
 
@@ -65,12 +67,21 @@ def call_rules(
 def arguments_rule(function: Function, where: str) -> str:
     """The rule of a function's arguments in JSON. Raises RejectedRequest."""
     try:
-        return json_rule(_schema(function), where, lenient=not is_strict(function))
+        return _lenient_rule(_schema(function), {"type": "object"}, where, is_strict(function))
     except RejectedRequest as error:
-        if is_strict(function):
-            name = function["name"]
-            raise RejectedRequest(error.field, f"{error} (of the tool {name!r})") from error
-        return json_rule({"type": "object", "$comment": f"{LEFT_OUT}parameters"}, where)
+        name = function["name"]
+        raise RejectedRequest(error.field, f"{error} (of the tool {name!r})") from error
+
+
+def _lenient_rule(schema: Json, free: Json, where: str, strict: bool) -> str:
+    """The rule of a schema in JSON; unless it is `strict`, without what cannot be enforced, or of
+    the schema `free`. Raises RejectedRequest."""
+    try:
+        return json_rule(schema, where, lenient=not strict)
+    except RejectedRequest:
+        if strict:
+            raise
+        return json_rule({**free, "$comment": f"{LEFT_OUT}parameters"}, where)
 
 
 def _schema(function: Function) -> Json:
@@ -92,6 +103,8 @@ def _is_flat(schema: Json) -> bool:
     """Whether parameters in text can obey a schema: strings are free, or of a list."""
     properties = schema.get("properties", {})
     if schema.get("additionalProperties", True) is not False or "$ref" in json.dumps(schema):
+        return False
+    if schema.keys() & CONDITIONS:
         return False
     return all(
         isinstance(value, dict)
@@ -130,7 +143,7 @@ class _Rules:
                 arguments = arguments_rule(function, self._where)
                 body = f"{self._text(layout.after)} {arguments} {self._text(layout.closes)}"
             else:
-                body = self._parameters(layout, _schema(function))
+                body = self._parameters(layout, _schema(function), is_strict(function))
             bodies.append(f"{name} {body}")
         call, more = self._rule(" | ".join(bodies)), ""
         if not single and (layout.start or layout.between) and OTHER not in layout.between:
@@ -138,14 +151,14 @@ class _Rules:
         begin = self._text((layout.opens + layout.before).lstrip())
         return f"{begin} {call} {more} {self._text(layout.ends.rstrip())}"
 
-    def _parameters(self, layout: Layout, schema: Json) -> str:
+    def _parameters(self, layout: Layout, schema: Json, strict: bool) -> str:
         """The rule after the name of a call with parameters, which come in the order of the schema:
         `rest` after a parameter, `first` before all."""
         rest = first = '""'
         for name, value_schema in reversed(schema.get("properties", {}).items()):
             key, value = (
                 layout.key + name,
-                self._value(layout, value_schema, name),
+                self._value(layout, value_schema, name, strict),
             )
             alone = f"{self._text(key, value[0])} {value[1]} {rest}"
             after = f"{self._text(layout.separator + key, value[0])} {value[1]} {rest}"
@@ -156,7 +169,13 @@ class _Rules:
             return self._text(layout.empty)
         return f"{self._text(layout.after)} {first} {self._text(layout.closes)}"
 
-    def _value(self, layout: Layout, schema: Json, name: str) -> tuple[str, str]:
+    def _value(
+        self,
+        layout: Layout,
+        schema: Json,
+        name: str,
+        strict: bool,
+    ) -> tuple[str, str]:
         """The text before a value, and the rule of the value by its schema and its closing text."""
         types, words = types_of(schema), _words(schema)
         text = next(value for value in layout.values if value.string is not False)
@@ -173,7 +192,7 @@ class _Rules:
             return text.opens, self._rule(
                 f"({choices}) {self._text(text.closes.replace(SAME_KEY, name))}"
             )
-        rule = json_rule(schema, self._where)
+        rule = _lenient_rule(schema, {}, self._where, strict)
         if types == {"boolean"} and schema.keys() <= FREE:
             rule = f'("{layout.true}" | "{"False" if layout.true == "True" else "false"}")'
         return other.opens, self._rule(f"{rule} {self._text(other.closes.replace(SAME_KEY, name))}")

@@ -34,9 +34,11 @@ STYLE = {
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
-LEFT_OUT = "left out: "  # in a comment of a rule's schema, before what cannot be enforced
+LEFT_OUT = "mlxspec leaves out: "  # in a comment of a rule's schema
 CAPITALS = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
-NULLS = {"properties", "required", "items", "enum", "additionalProperties"}
+KEPT = {"const", "default"}  # keywords that may be null
+DATA = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
+NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
 
 
@@ -44,8 +46,8 @@ def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
     """The Lark rule of the JSON that conforms to a schema; `lenient`: except for keywords that
     cannot be enforced. Raises RejectedRequest, naming the field `where`."""
     checked = checked_schema(schema, where)
-    for node in _walk(checked) if lenient else ():
-        if isinstance(node, dict) and LOOKS_AROUND.search(str(node.get("pattern", ""))):
+    for node in _schemas(checked) if lenient else ():
+        if LOOKS_AROUND.search(str(node.get("pattern", ""))):
             del node["pattern"]
             node["$comment"] = f"{LEFT_OUT}pattern"
     return f"%json {json.dumps({**checked, 'x-guidance': {**STYLE, 'lenient': lenient}})}"
@@ -72,22 +74,43 @@ def mended(schema: Json) -> Json:
     """A copy of a schema as MCP servers and Gemini's SDKs write it: types in small letters, and no
     keyword that is null."""
     copy: Json = json.loads(json.dumps(schema))
-    for node in _walk(copy):
-        if isinstance(node, dict):
-            for key in NULLS & node.keys():
-                if node[key] is None:
-                    del node[key]
-            if node.get("type") in CAPITALS:
-                node["type"] = node["type"].lower()
+    for node in _schemas(copy):
+        for key in [key for key, value in node.items() if value is None and key not in KEPT]:
+            del node[key]
+        types = node.get("type")
+        if isinstance(types, list):
+            node["type"] = [_small(name) for name in types]
+        elif types is not None:
+            node["type"] = _small(types)
     return copy
+
+
+def _small(name: Any) -> Any:
+    return name.lower() if name in CAPITALS else name
+
+
+def _schemas(schema: Any) -> Iterator[Json]:
+    """All schemas in one, and itself; neither its data nor its names."""
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack += node
+        elif isinstance(node, dict):
+            yield node
+            for key, value in node.items():
+                if key in NAMED and isinstance(value, dict):
+                    stack += value.values()
+                elif key not in DATA:
+                    stack.append(value)
 
 
 def left_out(lark: str, warnings: list[str]) -> tuple[str, ...]:
     """The keywords that a lenient rule does not enforce, by its own comments and by llguidance's
     warnings."""
-    words = re.findall(rf'"\$comment": "{LEFT_OUT}(\w+)"', lark)
+    words = re.findall(rf'"{LEFT_OUT}(\w+)"', lark)
     for warning in warnings:
-        words += re.findall(r'"([^"]+)"', warning) or re.findall("format|Properties", warning)
+        words += re.findall(r'"([^"]+)"', warning) or re.findall("oneOf|format", warning)[:1]
     return tuple(dict.fromkeys(words))
 
 

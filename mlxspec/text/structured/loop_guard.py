@@ -7,6 +7,7 @@ for is no loop: a table that the answer copies, or as many repetitions as the la
 The model's own turns do not count, or each loop would allow a longer one in the next turn.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class LoopGuard:
     _since: int = 0  # where the text begins that may hold the next loop
     _near: bool = False  # whether a loop may be complete after this window
     _loop: str = ""  # the text of the loop that ends the answer
-    _shown: np.ndarray | None = None  # the characters of `shown`
+    _shown: list[np.ndarray] = field(default_factory=list)  # the characters, plain and as JSON
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
@@ -165,11 +166,13 @@ class LoopGuard:
         run = _run(np.array(recent), period)
         if period <= MAX_LISTED and run <= min(MAX_ASKED, self.repeats * period):
             return True
-        if self._shown is None:
-            self._shown = _characters(self.shown())
+        if not self._shown:
+            text = self.shown()
+            # In the arguments of a call a copy is the text of a JSON string.
+            self._shown = [_characters(text), _characters(json.dumps(text, ensure_ascii=False))]
         # The period as text, from the middle of what repeats: decoding may change the first token.
         three, two = (_characters(self.decode([*recent[-n * period :]])) for n in (3, 2))
         length = len(three) - len(two)
         cycle = three[length : 2 * length]
-        shown = _longest_run(self._shown, cycle) / length if length > 0 else 0
-        return run < tokens_of_loop(period) + shown * period
+        shown = max(_longest_run(text, cycle) for text in self._shown) if length > 0 else 0
+        return run < tokens_of_loop(period) + shown * period / max(1, length)

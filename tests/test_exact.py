@@ -1,7 +1,6 @@
 """The promise on a GPU: tokens and log-probabilities equal plain decoding, alone and a row at a
 time, by `==`, where MLX's kernels depend on the number of rows (tests/support/dispatch.py)."""
 
-import itertools
 import random
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlxspec.kernels import cpu
-from mlxspec.kernels.invariant import Calls
+from mlxspec.kernels.invariant import PART, Calls
 from mlxspec.load.exact import Exactness, examine, record
 from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.invariant import Invariance, find_invariance
@@ -318,14 +317,25 @@ def test_the_proof_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_proof_names_the_layer_that_differs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a product cannot be blamed: here the attention of the second layer."""
-    usual, calls = attention.invariant_attention, itertools.count()
-    layers = len(model(kind, "bf16").layers)
+    second = model(kind, "bf16").layers[1].self_attn
+    usual = type(second).__call__
 
-    def attend(inputs: Any, *rest: Any) -> Any:
-        out = usual(inputs, *rest)
-        second = next(calls) % layers == 1
-        return out * (1 + 0.01 * (len(inputs.q) > 1)) if second else out
+    def attend(self: Any, x: mx.array, *rest: Any, **more: Any) -> Any:
+        out = usual(self, x, *rest, **more)
+        return out * (1 + 0.01 * (x.size > x.shape[-1])) if self is second else out
 
-    monkeypatch.setattr(attention, "invariant_attention", attend)
+    monkeypatch.setattr(type(second), "__call__", attend)
     differs = verdict(CPU, kind, "bf16")
     assert not differs.rows and "layer 1's self_attn" in differs.describe("on")
+
+
+def test_the_proof_sees_a_context_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours are shorter and longer: attention that minds them there is found out."""
+    usual = attention.invariant_attention
+
+    def attend(inputs: Any, *rest: Any) -> Any:
+        far = max(start for group in inputs.groups for start in group.starts) > 3 * PART
+        return usual(inputs, *rest) * (1 + 0.01 * (far and len(inputs.q) > 1))
+
+    monkeypatch.setattr(attention, "invariant_attention", attend)
+    assert not verdict("M3", "llama", "affine").rows

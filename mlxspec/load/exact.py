@@ -17,8 +17,9 @@ from mlx.core import array as Array
 from mlx.nn import Module
 
 from mlxspec.kernels.attention import is_correct
-from mlxspec.kernels.invariant import Calls
+from mlxspec.kernels.invariant import PART, Calls
 from mlxspec.model import recurrent
+from mlxspec.model.batch import starts_of
 from mlxspec.model.invariant import CHUNK, ROWS, Invariance, Recorded, find_invariance
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
@@ -29,6 +30,7 @@ from mlxspec.types import Check, Tap, line_of
 
 STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
 TAIL = 9  # tokens of the prompt after its whole chunks
+CONTEXT = 3 * PART  # tokens of these at least: attention adds several parts
 ROOM = TAIL + 2 * ROWS  # rows of the step whose calls are tried
 AUTO = 0.05  # of a step's time: what `exact = auto` pays
 UNPROVEN = -1
@@ -92,7 +94,9 @@ def examine(
     `known`: how rows are to be computed, if it was found before. `kv_bits`: of its pools."""
     if why := unsupported(layout):
         return Exactness(rows=0, why=why)
-    blocks = 2 + 4 * ceil((CHUNK + block_size + TAIL + 3 * ROWS) / block_size)
+    # Of the sequence, two neighbours of which one is short, and the sequence again.
+    longest = CONTEXT + 5 * (CHUNK + block_size) + 4 * ROOM
+    blocks = 6 + ceil(longest / block_size)
     try:
         runner = layout.runner(model, block_size, blocks, kv_bits=kv_bits)
         search = Search(runner, list(range(1, blocks)))
@@ -171,11 +175,13 @@ def _proven(proof: "Proof") -> Exactness:
 
 @dataclass(slots=True, eq=False)
 class ProofSequence:
-    """A sequence of the proof: its tokens, the blocks of these, and how many are computed."""
+    """A sequence of the proof: its tokens, the blocks of these, how many are in whole chunks, and
+    how many are computed."""
 
     tokens: list[int]
     table: list[int]
     kept: SeqState
+    whole: int
     computed: int = 0
 
     def span(
@@ -202,25 +208,28 @@ class Proof:
     ) -> None:
         self.runner = runner
         self.invariance = invariance
-        self.chunk = invariance.chunk
+        size = runner.view.block_size
+        self.chunk = invariance.chunk or ceil(CHUNK / size) * size
+        self.whole = ceil(CONTEXT / self.chunk) * self.chunk
         self.can_draft = layout.can_draft
         self.alone: list[Array] = []  # logits of the rows after the prompt, one at a time
         self.held: list[ProofSequence] = []  # the sequence that was computed so, and its neighbours
-        self.state: Any = None  # of recurrent layers, after the whole chunk
+        self.states: dict[int, Any] = {}  # of recurrent layers, by the tokens of whole chunks
 
-    def seq(self, shift: int = 0, shares_chunk: bool = False) -> ProofSequence:
-        """The sequence, or another; in blocks after those that are held. `shares_chunk`: its whole
-        chunk is the first one's, already computed."""
-        length = self.chunk + TAIL
-        tokens = some_tokens(length + 2 * ROWS, shift)
-        blocks = ceil(len(tokens) / self.runner.view.block_size)
-        first = 1 + blocks * len(self.held)
-        table = list(range(first, first + blocks))
-        seq = ProofSequence(tokens, table, SeqState(prompt_len=length))
-        if shares_chunk:
-            shared = self.chunk // self.runner.view.block_size
-            seq.table = self.held[0].table[:shared] + table[shared:]
-            seq.computed, seq.kept.recurrent = self.chunk, self.state
+    def seq(self, shared: int = 0, shift: int = 0, whole: int = 0) -> ProofSequence:
+        """The sequence, or another, with so many tokens in whole chunks; in blocks after those that
+        are held. The first `shared` tokens are the first one's, already computed."""
+        size, whole = self.runner.view.block_size, whole or self.whole
+        tokens = some_tokens(whole + ROOM, shift)
+        blocks = [block for seq in self.held for block in seq.table]
+        free = 1 + max(blocks, default=0)
+        table = list(range(free, free + ceil(len(tokens) / size) - shared // size))
+        seq = ProofSequence(tokens, table, SeqState(prompt_len=whole + TAIL), whole)
+        if shared:
+            first = self.held[0]
+            seq.tokens[:shared] = first.tokens[:shared]
+            seq.table = first.table[: shared // size] + table
+            seq.computed, seq.kept.recurrent = shared, self.states[shared]
         return seq
 
     def step(self, spans: dict[Span, ProofSequence]) -> list[Array]:
@@ -237,13 +246,13 @@ class Proof:
     def read(self, seq: ProofSequence, upto: int, rows: int) -> None:
         """Compute a sequence's tokens, so many at a time after its whole chunks."""
         while seq.computed < upto:
-            count = self.chunk if seq.computed < self.chunk else min(rows, upto - seq.computed)
+            count = self.chunk if seq.computed < seq.whole else min(rows, upto - seq.computed)
             self.step({seq.span(seq.computed, count, samples=False): seq})
 
     def differs(self, rows: int) -> str:
         """How the logits of a step of `rows` rows differ from those of the same rows computed
         alone; "" if they do not."""
-        end = self.chunk + TAIL - 1
+        end = self.whole + TAIL - 1
         if not self.held:
             self._begin(end)
         if rows > 1 and not self.can_draft:
@@ -254,7 +263,7 @@ class Proof:
             ends = rows in (STEPS[0], STEPS[-1])
             if not (beside or ends):
                 continue
-            seq = self.seq(shares_chunk=not ends)
+            seq = self.seq(self.whole - self.chunk * ends)
             self.read(seq, end, cut)
             spans = {self._drafted(seq, end, rows): seq}
             for n, other in enumerate(beside):
@@ -263,7 +272,7 @@ class Proof:
                 where = " beside others" if beside else ""
                 return f"logits differ in steps of {rows} rows{where}"
         if not self.runner.states.layers:
-            hit = ProofSequence(first.tokens, first.table, SeqState(prompt_len=end + 1))
+            hit = ProofSequence(first.tokens, first.table, SeqState(prompt_len=end + 1), end)
             if not mx.array_equal(self.step({self._drafted(hit, end, rows): hit})[0], want):
                 return f"logits differ after a cached prefix in steps of {rows} rows"
         return ""
@@ -275,13 +284,13 @@ class Proof:
         if not runner.trunk:
             return ""
         layers = layers_in(runner.trunk)
-        end = self.chunk + TAIL - 1
+        end = self.whole + TAIL - 1
         runner.tap(range(len(layers)))
         try:
-            seq = self.seq(shares_chunk=True)
+            seq = self.seq(self.whole)
             self.read(seq, end, 1)
             apart = [self._hidden(seq, end + n, 1) for n in range(rows)]
-            seq = self.seq(shares_chunk=True)
+            seq = self.seq(self.whole)
             self.read(seq, end, 1)
             together = self._hidden(seq, end, rows, self.held[1:])
         finally:
@@ -304,21 +313,25 @@ class Proof:
         spans += [other.span(other.computed, 1, samples=True) for other in beside]
         done = self.runner.forward(spans, None)
         mx.eval(done.taps)
-        return {tap: hidden[:rows] for tap, hidden in done.taps.items()}
+        first = starts_of(done.plan)[spans[0]]
+        return {tap: hidden[first : first + rows] for tap, hidden in done.taps.items()}
 
     def _begin(self, end: int) -> None:
-        """Compute the sequence a row at a time, and two that are its neighbours later."""
+        """Compute the sequence a row at a time, and two that are its neighbours later: a short one,
+        and a longer one that begins as it does."""
         first = self.seq()
         self.held.append(first)
-        self.read(first, self.chunk, 1)
-        self.state = first.kept.recurrent
+        for upto in (self.whole - self.chunk, self.whole):
+            self.read(first, upto, 1)
+            self.states[upto] = first.kept.recurrent
         self.read(first, end, 1)
         for at in range(end, end + ROWS):
             self.alone += self.step({first.span(at, 1, samples=True): first})
-        for n in (1, 2):
-            other = self.seq(n)
+        longer = self.whole + 2 * self.chunk
+        for shared, whole in ((0, self.chunk), (self.whole, longer)):
+            other = self.seq(shared, len(self.held), whole)
             self.held.append(other)
-            self.read(other, end, TAIL)
+            self.read(other, whole + TAIL - 1, TAIL)
 
     def _drafted(self, seq: ProofSequence, at: int, rows: int) -> Span:
         """A row of a sequence, and the others as drafts that are right."""

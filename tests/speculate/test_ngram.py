@@ -101,6 +101,10 @@ def code(n: int) -> list[int]:
 
 @pytest.mark.parametrize("text", [code(100_000), [7] * 100_000], ids=["uneven", "one token"])
 def test_long_texts_are_indexed_without_a_stall(text: list[int]) -> None:
+    began = time.process_time()
+    for _ in range(3):  # what this machine takes for as many small tuples
+        dict.fromkeys(zip(text, text[1:], text[2:], strict=False))
+    unit = time.process_time() - began
     index, slices = Index(text), []
     while True:
         began = time.process_time()
@@ -108,7 +112,7 @@ def test_long_texts_are_indexed_without_a_stall(text: list[int]) -> None:
         slices.append(time.process_time() - began)
         if not new:
             break
-    assert sum(slices) < 1.0
+    assert sum(slices) < 12 * unit, (sum(slices), unit)
     assert sorted(slices)[-2] < 0.05, "one slice may meet the garbage collector"
     began = time.process_time()
     for at in range(200, 100_000, 1000):

@@ -60,12 +60,13 @@ def _run(ids: np.ndarray, period: int) -> int:
     return len(ids) - (int(different[-1]) + 1 if len(different) else 0)
 
 
-def _longest_run(text: np.ndarray, cycle: np.ndarray) -> int:
-    """The longest stretch of `text` that repeats `cycle` at least twice, wherever it begins in
-    it. Both are characters."""
-    period = len(cycle)
-    if len(text) <= period:
+def _longest_run(shown: str, repeated: str) -> int:
+    """The longest stretch of `shown` that has `repeated` at least twice, wherever it begins in
+    it, in characters."""
+    period = len(repeated)
+    if repeated not in shown or len(shown) == period:
         return 0
+    text, cycle = _characters(shown), _characters(repeated)
     different = np.flatnonzero(text[period:] != text[:-period])
     edges = np.concatenate([[-1], different, [len(text) - period]])
     lengths = np.diff(edges) - 1
@@ -107,7 +108,7 @@ class LoopGuard:
     _since: int = 0  # where the text begins that may hold the next loop
     _near: bool = False  # whether a loop may be complete after this window
     _loop: str = ""  # the text of the loop that ends the answer
-    _shown: list[np.ndarray] = field(default_factory=list)  # the characters, plain and as JSON
+    _shown: list[str] = field(default_factory=list)  # plain, and as JSON
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
@@ -169,9 +170,9 @@ class LoopGuard:
         if not self._shown:
             text = self.shown()
             # In the arguments of a call a copy is the text of a JSON string.
-            self._shown = [_characters(text), _characters(json.dumps(text, ensure_ascii=False))]
+            self._shown = [text, json.dumps(text, ensure_ascii=False)]
         # The period as text, from the middle of what repeats: decoding may change the first token.
-        three, two = (_characters(self.decode([*recent[-n * period :]])) for n in (3, 2))
+        three, two = (self.decode([*recent[-n * period :]]) for n in (3, 2))
         length = len(three) - len(two)
         cycle = three[length : 2 * length]
         shown = max(_longest_run(text, cycle) for text in self._shown) if length > 0 else 0

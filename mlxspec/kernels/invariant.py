@@ -23,12 +23,11 @@ QUERIES = 64  # of a sequence at once: their scores take memory
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How rows reach an operation: `most` at a time, the last ones padded to `least`. `most` 0: all
-    at once. `transposed`: as columns of a dense product, whose order OpenBLAS keeps for more of
-    them."""
+    """How rows reach an operation: `most` at a time, the last ones padded to `least`. `transposed`:
+    as columns of a dense product, whose order OpenBLAS keeps for more of them."""
 
-    least: int = 1
-    most: int = 0
+    least: int
+    most: int
     transposed: bool = False
 
     def apply(self, op: Callable[..., Any], *arrays: Array) -> Any:
@@ -36,7 +35,7 @@ class Calls:
         *batch, _ = arrays[0].shape
         flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
         rows = len(flat[0])
-        if self.least <= rows <= (self.most or rows):
+        if self.least <= rows <= self.most:
             return op(*arrays)
         done = [op(*part) for part in self._parts(flat, rows)]
 
@@ -50,9 +49,8 @@ class Calls:
 
     def _parts(self, flat: list[Array], rows: int) -> Iterator[list[Array]]:
         """The calls' arrays. Only the last call has padding, after its rows."""
-        step = self.most or rows
-        for first in range(0, rows, step):
-            part = [x[first : first + step] for x in flat]
+        for first in range(0, rows, self.most):
+            part = [x[first : first + self.most] for x in flat]
             lacking = self.least - len(part[0])
             if lacking > 0:
                 part = [mx.pad(x, [(0, lacking), (0, 0)]) for x in part]

@@ -20,7 +20,7 @@ from mlxspec.kernels.attention import is_correct
 from mlxspec.kernels.invariant import PART, Calls
 from mlxspec.model import recurrent
 from mlxspec.model.batch import starts_of
-from mlxspec.model.invariant import CHUNK, ROWS, Invariance, Recorded, find_invariance
+from mlxspec.model.invariant import ROWS, Invariance, Recorded, chunk_rows, find_invariance
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import layers_in
@@ -95,8 +95,8 @@ def examine(
     if why := unsupported(layout):
         return Exactness(rows=0, why=why)
     # Of the sequence, two neighbours of which one is short, and the sequence again.
-    longest = CONTEXT + 5 * (CHUNK + block_size) + 4 * ROOM
-    blocks = 6 + ceil(longest / block_size)
+    tokens = CONTEXT + 5 * chunk_rows(block_size) + 4 * ROOM
+    blocks = 6 + ceil(tokens / block_size)
     try:
         runner = layout.runner(model, block_size, blocks, kv_bits=kv_bits)
         search = Search(runner, list(range(1, blocks)))
@@ -208,8 +208,7 @@ class Proof:
     ) -> None:
         self.runner = runner
         self.invariance = invariance
-        size = runner.view.block_size
-        self.chunk = invariance.chunk or ceil(CHUNK / size) * size
+        self.chunk = invariance.chunk or chunk_rows(runner.view.block_size)
         self.whole = ceil(CONTEXT / self.chunk) * self.chunk
         self.can_draft = layout.can_draft
         self.alone: list[Array] = []  # logits of the rows after the prompt, one at a time
@@ -221,8 +220,7 @@ class Proof:
         are held. The first `shared` tokens are the first one's, already computed."""
         size, whole = self.runner.view.block_size, whole or self.whole
         tokens = some_tokens(whole + ROOM, shift)
-        blocks = [block for seq in self.held for block in seq.table]
-        free = 1 + max(blocks, default=0)
+        free = 1 + max((block for seq in self.held for block in seq.table), default=0)
         table = list(range(free, free + ceil(len(tokens) / size) - shared // size))
         seq = ProofSequence(tokens, table, SeqState(prompt_len=whole + TAIL), whole)
         if shared:

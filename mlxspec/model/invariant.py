@@ -31,8 +31,8 @@ KINDS = (
 )
 CHUNK = 64  # rows of a chunk, or a block if that is longer: near a product's best rate on a GPU
 ROWS = 17  # of a step, in which a row's bits are compared with those of the row alone
-# Of a call, tried one after the other; MLX changes kernels beyond these too, so none has more.
 MANY = 64  # rows of a call with which a prompt is read fast without chunks
+# Of a call, tried one after the other; MLX changes kernels beyond these too, so none has more.
 MORE_ROWS = (24, 33, MANY, 129, 256)
 LEAST = (1, 2)  # rows of a call
 ENOUGH = 7  # rows of a call: others are not tried
@@ -126,6 +126,11 @@ def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
             layer._view = layer._calls = None
 
 
+def chunk_rows(block_size: int) -> int:
+    """The rows of a chunk in whole blocks."""
+    return max(1, CHUNK // block_size) * block_size
+
+
 def find_invariance(
     recorded: Recorded,
     block_size: int,
@@ -145,7 +150,7 @@ def find_invariance(
     calls = {key: each for key, each in found.items() if each}
     chunk = 0
     if chunks or any(each.most < MANY for each in calls.values()):
-        chunk = max(1, CHUNK // block_size) * block_size
+        chunk = chunk_rows(block_size)
     return Invariance(
         calls,
         chunk,

@@ -198,13 +198,11 @@ def _with_profile(model: TextModel, chat: ChatRequest) -> ChatRequest:
         return chat
     profile = model.profile
     sent = {name: value for name, value in chat.options.items() if value is not None}
-    asks = sent.get("reasoning_effort", "none") != "none"  # for reasoning
-    thinking = profile.thinking or (None if asks else profile.thinking)
-    effort = profile.effort or None
-    if effort == "none" and sent.get("enable_thinking"):
-        effort = None
-    given = {"enable_thinking": thinking, "reasoning_effort": effort}
-    off = thinking is False and "enable_thinking" not in sent
+    given: Json = {"enable_thinking": profile.thinking, "reasoning_effort": profile.effort or None}
+    if sent.get("enable_thinking") or sent.get("reasoning_effort", "none") != "none":
+        # The client wants reasoning, so the profile does not turn it off.
+        given = {name: value for name, value in given.items() if value not in (False, "none")}
+    off = given.get("enable_thinking") is False and "enable_thinking" not in sent
     switch = template_reads(model.tokenizer, "enable_thinking")
     return replace(chat, options={**given, **sent}, budget=0 if off and not switch else None)
 
@@ -294,7 +292,7 @@ def loop_guard(
 
 def _shown(talk: Conversation) -> Callable[[], str]:
     """Returns what the answer may copy: all but the model's own turns."""
-    texts = [str(turn["content"]) for turn in talk.messages if turn["role"] != "assistant"]
+    texts = [turn["content"] for turn in talk.messages if turn["role"] != "assistant"]
     return partial("\n".join, texts)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxspec.text.chat import encode
-from mlxspec.text.structured.json_schema import mended
+from mlxspec.text.structured.json_schema import normalized
 from tests.support.scripted import END, INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -263,7 +263,7 @@ async def test_types_in_capitals_are_enforced(make: Callable[..., Server]) -> No
     small: Any = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
     large: Any = {"properties": {"a": {"type": "INTEGER", "enum": None}}, "required": ["a"]}
     data = {"type": "STRING", "pattern": "(?!x)", "items": None}  # no schema
-    assert mended({"const": data, "properties": {"type": {"enum": [data]}}}) == {
+    assert normalized({"const": data, "properties": {"type": {"enum": [data]}}}) == {
         "const": data,
         "properties": {"type": {"enum": [data]}},
     }

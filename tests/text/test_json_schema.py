@@ -298,6 +298,12 @@ def test_a_property_may_have_the_name_of_a_keyword(made: dict[str, Grammars]) ->
     assert list(json.loads(walk(made["plain"], make, 1))) == names
 
 
+def test_data_that_look_like_a_schema_stay_as_they_are(made: dict[str, Grammars]) -> None:
+    value = {"exclusiveMinimum": 5, "type": "array", "uniqueItems": False, "pattern": "(?=a)"}
+    for schema in ({"const": value}, {"enum": [value]}):
+        assert json.loads(walk(made["plain"], json_of(made["plain"], schema), 1)) == value
+
+
 def test_no_key_comes_in_disguise(made: dict[str, Grammars]) -> None:
     g = made["plain"]
     make = json_of(g, {"type": "object", "properties": {"a": {"type": "integer"}}})

@@ -239,14 +239,13 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
         text, ends = prompt, frozenset[int]()
         if body.suffix or isinstance(body, Fill):
             text, ends = _gap(model, body, prompt)
-        ids = encode_prompt(model, text) if isinstance(text, str) else text
+        if isinstance(text, str):
+            ids, asked, shown = encode_prompt(model, text), text, partial(str, text)
+        else:
+            ids, asked, shown = text, "", partial(model.tokenizer.decode, text)
         name = f"{id}-{len(requests)}" if requests else id
         request = engine_request(model, body, name, prompt=ids, source="prompt")
         request = replace(request, stop_tokens=request.stop_tokens | ends)
-        shown = (
-            partial(str, text) if isinstance(text, str) else partial(model.tokenizer.decode, text)
-        )
-        asked = text if isinstance(text, str) else ""
         if guard := loop_guard(model, body, request, asked, shown):
             request = replace(request, grammar=guard)
         requests.append(request)

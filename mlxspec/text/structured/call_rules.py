@@ -18,7 +18,7 @@ from mlxspec.text.formats import format_of, layout_of
 from mlxspec.text.layouts import CALL_ID, OTHER, SAME_KEY, Layout
 from mlxspec.text.messages import RejectedRequest, types_of
 from mlxspec.text.proof import forces_own_format
-from mlxspec.text.structured.json_schema import LEFT_OUT, json_rule, mended
+from mlxspec.text.structured.json_schema import LEFT_OUT, json_rule, normalized
 from mlxspec.types import Json
 
 # Keywords by which an object may have more properties than it lists.
@@ -67,13 +67,13 @@ def call_rules(
 def arguments_rule(function: Function, where: str) -> str:
     """The rule of a function's arguments in JSON. Raises RejectedRequest."""
     try:
-        return _lenient_rule(_schema(function), {"type": "object"}, where, is_strict(function))
+        return _schema_rule(_schema(function), {"type": "object"}, where, is_strict(function))
     except RejectedRequest as error:
         name = function["name"]
         raise RejectedRequest(error.field, f"{error} (of the tool {name!r})") from error
 
 
-def _lenient_rule(schema: Json, free: Json, where: str, strict: bool) -> str:
+def _schema_rule(schema: Json, free: Json, where: str, strict: bool) -> str:
     """The rule of a schema in JSON; unless it is `strict`, without what cannot be enforced, or of
     the schema `free`. Raises RejectedRequest."""
     try:
@@ -88,7 +88,7 @@ def _schema(function: Function) -> Json:
     """The schema of the arguments: an object, closed if it lists its properties."""
     schema = {**(function.get("parameters") or {}), "type": "object"}
     if not is_strict(function):
-        schema = mended(schema)
+        schema = normalized(schema)
     properties, required = (
         schema.get("properties"),
         schema.get("required", []),
@@ -192,7 +192,7 @@ class _Rules:
             return text.opens, self._rule(
                 f"({choices}) {self._text(text.closes.replace(SAME_KEY, name))}"
             )
-        rule = _lenient_rule(schema, {}, self._where, strict)
+        rule = _schema_rule(schema, {}, self._where, strict)
         if types == {"boolean"} and schema.keys() <= FREE:
             rule = f'("{layout.true}" | "{"False" if layout.true == "True" else "false"}")'
         return other.opens, self._rule(f"{rule} {self._text(other.closes.replace(SAME_KEY, name))}")

@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_headers, is_harmony
 from mlxspec.text.messages import RejectedRequest, Tools, rejected
 from mlxspec.text.structured.call_rules import arguments_rule, call_rules, is_strict, regex_of
-from mlxspec.text.structured.json_schema import first_line, left_out
+from mlxspec.text.structured.json_schema import LENIENT, first_line, left_out
 from mlxspec.text.structured.trial import Trial, new_matcher, warm_error
 
 MAX_COMPILED = 32  # grammars in the cache
@@ -231,7 +231,7 @@ class Vocabulary:
         seconds, size = 0.0, LEAST_SIZE
         for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
             whole = self._whole(lark, before)
-            cpu, memory, problem, warnings = self._trial.run(whole)
+            cpu, memory, problem, warnings = self._trial.run(whole, LENIENT in lark)
             if problem:
                 raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
             seconds, size = seconds + cpu, max(size, memory)

@@ -34,10 +34,12 @@ STYLE = {
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
+LENIENT = '"lenient": true'  # in a rule that may leave out keywords
 LEFT_OUT = "mlxspec leaves out: "  # in a comment of a rule's schema
 CAPITALS = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
 KEPT = {"const", "default"}  # keywords that may be null
 DATA = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
+# Keywords whose values are schemas by name.
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
 
@@ -62,7 +64,7 @@ def checked_schema(schema: Any, where: str) -> Json:
         raise rejected(where, f"is not a JSON schema: {error}; send an object") from error
     if not isinstance(copy, dict):
         raise rejected_value(where, schema, "is not a JSON schema; send an object")
-    nodes = [value for value in _walk(copy) if isinstance(value, dict)]
+    nodes = list(_schemas(copy))
     copy.pop("$schema", None)  # may name a draft that llguidance does not know
     for node in nodes:
         _drop(node)
@@ -70,22 +72,22 @@ def checked_schema(schema: Any, where: str) -> Json:
     return copy
 
 
-def mended(schema: Json) -> Json:
-    """A copy of a schema as MCP servers and Gemini's SDKs write it: types in small letters, and no
-    keyword that is null."""
+def normalized(schema: Json) -> Json:
+    """A copy of a schema that an MCP server or Gemini's SDK wrote, with lower-case types and
+    without keywords that are null."""
     copy: Json = json.loads(json.dumps(schema))
     for node in _schemas(copy):
         for key in [key for key, value in node.items() if value is None and key not in KEPT]:
             del node[key]
         types = node.get("type")
         if isinstance(types, list):
-            node["type"] = [_small(name) for name in types]
+            node["type"] = [_lower_case(name) for name in types]
         elif types is not None:
-            node["type"] = _small(types)
+            node["type"] = _lower_case(types)
     return copy
 
 
-def _small(name: Any) -> Any:
+def _lower_case(name: Any) -> Any:
     return name.lower() if name in CAPITALS else name
 
 
@@ -132,8 +134,8 @@ def checked_lark(text: str, where: str) -> str:
 
 
 def _drop(node: Json) -> None:
-    """Remove two keywords that some libraries write in a form that constrains nothing. Only from
-    an object with a type: in others they may be names of properties."""
+    """Remove two keywords that some libraries write in a form that constrains nothing, where the
+    schema has a type."""
     if isinstance(node.get("type"), str):
         if node.get("uniqueItems") is False:
             del node["uniqueItems"]

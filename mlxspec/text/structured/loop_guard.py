@@ -64,7 +64,7 @@ def _longest_run(shown: str, repeated: str) -> int:
     """The longest stretch of `shown` that has `repeated` at least twice, wherever it begins in
     it, in characters."""
     period = len(repeated)
-    if repeated not in shown or len(shown) == period:
+    if not repeated or repeated not in shown:
         return 0
     text, cycle = _characters(shown), _characters(repeated)
     different = np.flatnonzero(text[period:] != text[:-period])
@@ -175,5 +175,5 @@ class LoopGuard:
         three, two = (self.decode([*recent[-n * period :]]) for n in (3, 2))
         length = len(three) - len(two)
         cycle = three[length : 2 * length]
-        shown = max(_longest_run(text, cycle) for text in self._shown) if length > 0 else 0
+        shown = max(_longest_run(text, cycle) for text in self._shown)
         return run < tokens_of_loop(period) + shown * period / max(1, length)

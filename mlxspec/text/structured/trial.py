@@ -62,10 +62,10 @@ class Trial:
         self._control: socket.socket | None = None  # to the process
         self._end: Callable[[], object] = lambda: None
 
-    def run(self, grammar: str) -> tuple[float, int, str, list[str]]:
+    def run(self, grammar: str, warn: bool) -> tuple[float, int, str, list[str]]:
         """The CPU seconds and the bytes that a grammar takes to compile, why it cannot be used, ""
-        if it can, and llguidance's warnings, unless it is a slow one. Raises RuntimeError if the
-        process cannot be started."""
+        if it can, and with `warn` llguidance's warnings, unless it is a slow one. Raises
+        RuntimeError if the process cannot be started."""
         ours, theirs = socket.socketpair()
         ours.settimeout(2 * MAX_S)
         answer = b""
@@ -73,7 +73,7 @@ class Trial:
             with theirs, self._lock:
                 self._hand_over(theirs)
             with suppress(OSError):  # the fork has ended
-                ours.sendall(grammar.encode())
+                ours.sendall(json.dumps([grammar, warn]).encode())
                 ours.shutdown(socket.SHUT_WR)
                 answer = _read(ours)
         if not answer:
@@ -137,7 +137,7 @@ def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     signal.alarm(MAX_S)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keeps panics out of the server's log
-    grammar, memory = _read(client).decode(), _peak()
+    (grammar, warn), memory = json.loads(_read(client)), _peak()
     results: list[Any] = []
 
     def work() -> None:
@@ -145,7 +145,7 @@ def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
         why = warm_error(matcher)
         took, size = time.process_time(), _peak() - memory  # of this fork alone
         results.append([took, size, why, []])
-        if not why and took < MAX_CPU_S / 4:  # they take as long again
+        if warn and not why and took < MAX_CPU_S / 4:  # they take as long again
             told = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)
             results[0][-1] = told[1]
 

@@ -53,10 +53,12 @@ def counted(step: Callable[[], object]) -> Work:
     """What one `step` launches; its values are of no use. Nothing is evaluated before all of its
     graph is read: an export leaves copies of what it has read behind."""
     submitted: list[mx.array] = []
+    counts: list[int] = []
 
     def submit(*arrays: Any) -> None:
         leaves: list[Any] = tree_flatten(list(arrays))
         submitted.extend(leaf for _, leaf in leaves if isinstance(leaf, mx.array))
+        counts.append(len(submitted))
 
     with (
         on_metal() as stand_ins,
@@ -64,7 +66,7 @@ def counted(step: Callable[[], object]) -> Work:
         mock.patch.object(mx, "eval", submit),
     ):
         step()
-        return work_of(submitted, stand_ins)
+        return work_of(submitted, stand_ins, counts)
 
 
 def prompts(streams: int, context: int) -> list[list[int]]:

@@ -58,12 +58,14 @@ class Launch:
 @dataclass(slots=True)
 class Work:
     """What a graph takes: launches by primitive, and bytes that they read and write. `order`: the
-    launches as the graph has them."""
+    launches as the graph has them; `ends`: how many of them each submission and those before have.
+    """
 
     launches: Counter[str] = field(default_factory=Counter)
     read: int = 0
     written: int = 0
     order: list[Launch] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -71,8 +73,9 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         both = self.launches + other.launches
+        ends = self.ends + [len(self.order) + end for end in other.ends]
         order = self.order + other.order
-        return Work(both, self.read + other.read, self.written + other.written, order)
+        return Work(both, self.read + other.read, self.written + other.written, order, ends)
 
     def launch(self, name: str, read: Sequence[np.ndarray[Any, Any]], written: int) -> None:
         self.launches[name] += 1
@@ -105,11 +108,24 @@ def touched(x: np.ndarray[Any, Any]) -> int:
     return x.itemsize * prod(n for n, stride in zip(x.shape, x.strides, strict=True) if stride)
 
 
-def work_of(arrays: Sequence[mx.array], stand_ins: Sequence[StandIn]) -> Work:
-    """What evaluating these would take on Metal, if they were made inside `on_metal`."""
+def work_of(
+    arrays: Sequence[mx.array], stand_ins: Sequence[StandIn], submitted: Sequence[int] = ()
+) -> Work:
+    """What evaluating these would take on Metal, if they were made inside `on_metal`. `submitted`:
+    how many of the arrays each submission and those before have."""
     parts: list[dict[str, Any]] = []
     mx.export_function(parts.append, lambda: list(arrays))
-    return Reader(parts, stand_ins).work
+    reader = Reader(parts, stand_ins)
+    names = [name for part in parts for name, _, _ in part.get("outputs", ()) if is_result(part)]
+    for count in submitted:
+        made = (reader.made.get(name, 0) for name in names[:count])
+        reader.work.ends.append(max(made, default=0))
+    return reader.work
+
+
+def is_result(part: dict[str, Any]) -> bool:
+    """Whether a part of an export names the arrays that were exported."""
+    return bool(part["type"] == "outputs")
 
 
 class Reader:
@@ -120,6 +136,7 @@ class Reader:
         self.stand_ins = stand_ins
         self.at: dict[str, np.ndarray[Any, Any]] = {}
         self.marks: dict[str, int] = {}
+        self.made: dict[str, int] = {}  # how many launches an array and those before it take
         nodes = [part for part in parts if part["type"] == "primitive"]
         self.uses = Counter(name for node in nodes for name, _, _ in node["inputs"])
         for part in parts:
@@ -133,9 +150,11 @@ class Reader:
             inputs = [buffer(self.at[name]) for name, _, _ in node["inputs"]]
             updated = inputs.pop(0) if node["name"] in UPDATES else None
             launches = [Launch(frozenset(inputs)) for _ in range(self.work.total - before)]
-            if updated and launches:
+            pool = len(node["outputs"][0][1]) == 3  # what has fewer dimensions is made by the step
+            if updated and launches and pool:
                 launches[-1] = Launch(frozenset(inputs), updated)
             self.work.order += launches
+            self.made |= {name: len(self.work.order) for name, _, _ in node["outputs"]}
 
     def read(self, kind: str, inputs: list[Name], outputs: list[Name], args: list[Any]) -> None:
         given = [self.at[name] for name, _, _ in inputs]

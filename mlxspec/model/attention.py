@@ -11,7 +11,12 @@ import mlx.core as mx
 from mlx.nn import Module
 from mlx_lm.models import base
 
-from mlxspec.kernels.attention import invariant_attention, paged_attention, shape_of
+from mlxspec.kernels.attention import (
+    attention_beside,
+    invariant_attention,
+    paged_attention,
+    shape_of,
+)
 from mlxspec.kernels.reference import Attention
 from mlxspec.model.pages import Pages
 
@@ -45,11 +50,14 @@ def attention(
         keys.packings,
         keys.clean,
     )
-    keys.shape = shape_of(inputs)
-    if keys.view.invariant:
-        out = invariant_attention(inputs, keys.shape, keys.view.invariant_by_kernel)
+    keys.shape = shape = shape_of(inputs)
+    beside = (keys.view.beside or {}).get(keys)
+    if beside and shape:
+        out = attention_beside(inputs, shape, beside)
+    elif keys.view.invariant:
+        out = invariant_attention(inputs, shape, keys.view.invariant_by_kernel)
     else:
-        out = paged_attention(inputs, shape=keys.shape)
+        out = paged_attention(inputs, shape=shape)
     if length == 1:
         return out[:, :, None]
     out = out.reshape(batch, length, heads, -1)

@@ -33,7 +33,8 @@ class View:
     0: as computed. `last_keys` [B, kv_heads, L, D] are the K of the last layer that computed any:
     NaN in a row if anything before was not finite there. `invariant`: a row's bits must not depend
     on the forward's other rows. `recorded`: see model/invariant. `images`: the rows of images in
-    the forward, ImageRows; None: there are none.
+    the forward, ImageRows; None: there are none. `beside`: for each Pages, K and V of rows that our
+    kernel reads beside the pool, one for each sequence; None: they are written.
     """
 
     block_size: int
@@ -53,6 +54,7 @@ class View:
     invariant_by_kernel: bool = False  # attention, while invariant
     recorded: Any = None
     images: Any = None
+    beside: Any = None
     kernel_only: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
 
     def slots_of(self, blocks: Sequence[int]) -> Array:
@@ -134,6 +136,9 @@ class Pages:
         if self.view.dense:
             k = _finite(k, k_packing)  # models may mask scores by adding to them: NaN stays NaN
         if self._kernel_only():
+            if self.view.beside is not None:
+                self.view.beside[self].append((k, v))
+                return
             self.clean = False
         else:
             v = _finite(v, v_packing)

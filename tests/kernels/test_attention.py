@@ -404,6 +404,30 @@ def test_a_window_has_parts_of_one_length() -> None:
         assert attention._part(length - 1, window) == 0
 
 
+@pytest.mark.parametrize("dtype", list(STEP), ids=str)
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_rows_beside_the_pools_are_as_good_as_in_them(count: int, dtype: mx.Dtype) -> None:
+    """The last positions' K and V, of sequences of which two are in one group, for sequences whose
+    starts only the device knows as well. What the pools hold at these positions is not read."""
+    step = Step(((1, (9, 130, 300)), (1, (12,))), dtype, size=4, dims=(32, 64), sinks=True, first=1)
+    q, *pools, groups, scale, window, sinks, packings = step.make()
+    rest = scale, window, sinks, packings
+    late = replace(groups[1], starts=[9], max_shift=4, shift=mx.array([3]))
+    want = simulated((q, *pools, groups, *rest)).astype(mx.float32)
+    tables = [(s, t) for g in groups for s, t in zip(g.starts, g.tables[None], strict=True)]
+    rows = []
+    for back in range(count - 1, -1, -1):
+        slots = mx.array([t[(s - back) // 4] * 4 + (s - back) % 4 for s, t in tables])
+        rows.append(tuple(pool[:, slots].swapaxes(0, 1)[:, :, None] for pool in pools))
+        rows[-1] = tuple(mx.concatenate([x, x]) for x in rows[-1])  # of some that draft no more
+        pools = [pool.at[:, slots].add(float("nan")) for pool in pools]
+    a = Attention(q, *pools, [groups[0], late], *rest)
+    with metalsim.patch():
+        got = attention.attention_beside(a, attention.shape_of(a), rows).astype(mx.float32)
+    off = mx.abs(got - want)
+    assert (off <= SUMMING * mx.abs(want).max() + 2 * STEP[dtype] * mx.abs(want)).all(), off.max()
+
+
 @on_simulator
 def test_nothing_is_read_of_a_sum_that_nobody_wrote() -> None:
     step = Step(((1, (3,)), (5, (400,))), window=None)

@@ -9,7 +9,7 @@ buffers shorter for large weights, is left out.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from bench.graph import Launch
@@ -60,12 +60,15 @@ class Host:
         self._committed.append(self._open)
         self._open = CommandBuffer(step=self._open.step)
 
-    def steps(self, launches: Sequence[Launch], count: int) -> None:
-        """So many equal steps, each submitted before the one in front of it is read."""
+    def steps(self, launches: Sequence[Launch], count: int, ends: Collection[int] = ()) -> None:
+        """So many equal steps, each submitted before the one in front of it is read. `ends`: after
+        how many launches a part of it is submitted."""
         for step in range(count):
             self._open.step = step
-            for launch in launches:
+            for n, launch in enumerate(launches, 1):
                 self.launch(launch)
+                if n in ends:
+                    self._commit(counted=False)
             self._commit(counted=False)
             while self._committed and self._committed[0].step < step:
                 self._committed.popleft()

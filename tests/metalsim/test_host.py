@@ -10,6 +10,7 @@ from mlxspec.blas import BUFFER_LAUNCHES
 from tests.bench.test_dispatches import plain_functions  # noqa: F401
 from tests.metalsim.host import MAX_OPS, Host
 from tests.support import tiny
+from tests.support.drafters import attach_head
 
 STEPS = 6
 OURS = int(BUFFER_LAUNCHES)
@@ -69,3 +70,26 @@ def test_other_depths() -> None:
         28: [False, True, False],
         40: [False, False, False],
     }
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_chained_head_copies_no_pool_at_any_depth(kind: str) -> None:
+    """Its passes are short and each is submitted, so only the first of a draft may write a pool."""
+    for depth in (1, 2, 3, 5, 8):
+        model = tiny.model("qwen3", num_hidden_layers=16)
+        engine = tiny.engine(model, block=64, budget=512, whole=True)
+        attach_head(engine, depth=depth, kind=kind)
+        work = of_engine(engine, 1, kernels=True)
+        assert len(work.ends) > depth, "each pass is submitted"
+        host = Host(OURS)
+        host.steps(work.order, STEPS, work.ends)
+        assert host.copies == 0, depth
+
+
+def test_passes_that_write_a_pool_copy_it() -> None:
+    """As without our kernel."""
+    rows, pool = 1, 2
+    one = [Launch(frozenset({rows}), pool), Launch(frozenset({pool}))]
+    host = Host(OURS)
+    host.steps(3 * one, STEPS, (2, 4))
+    assert host.copies == STEPS * 3 - 1

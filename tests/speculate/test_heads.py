@@ -12,12 +12,16 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.engine.engine import Engine
+from mlxspec.kernels.trial import Verdict
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.layout import load
+from mlxspec.model.pages import Pages
 from mlxspec.speculate.chain import MAX_CHAIN
 from mlxspec.speculate.heads import drafter
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Sampling
+from tests import metalsim
 from tests.heads import packagings, runs
 from tests.heads.packagings import FORMS, FOUR_BITS, MXFP4, SIDECAR, WHOLE, WRITERS
 from tests.support import tiny
@@ -131,6 +135,39 @@ def test_the_first_draft_of_an_answer_is_mlx_vlms(depth: int) -> None:
     for prompt, rounds, want in zip(run.prompts, run.rounds, drafts, strict=False):
         first = next(each for each in rounds if each.start >= len(prompt))
         assert first.draft == want[0]
+
+
+def test_drafted_rows_stay_beside_the_pages_where_our_kernel_attends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And drafts are what they were, of two sequences that share passes."""
+
+    class Attends(dict[str, Verdict]):
+        def get(self, name: str, default: Any = None) -> Any:
+            return Verdict("matrix", 1, 16) if name.startswith("paged") else default
+
+    puts: list[Any] = []
+    put = Pages.put
+    monkeypatch.setattr(Pages, "put", lambda self, *rest: [puts.append(self), put(self, *rest)][1])
+    monkeypatch.setattr(KERNELS, "verdicts", Attends())
+    made, head = runs.engine(head=SIDECAR)
+    depth, prompts = 4, runs.reference()["prompts"][:2]
+    drafted = sampled = 0
+    draft = head.draft
+
+    def counted(*rest: Any) -> None:
+        nonlocal drafted, sampled
+        before = sum(pages in made.runner.head_pages for pages in puts)
+        draft(*rest)
+        drafted += sum(pages in made.runner.head_pages for pages in puts) - before
+        sampled += bool(head.chosen(rest[0]))
+
+    monkeypatch.setattr(head, "draft", counted)
+    with metalsim.patch(checked=False):
+        run = runs.run(made, head, depth, prompts, together=True)
+    assert run.answers == runs.reference()["greedy"][:2]
+    assert_simulated(run)
+    assert drafted <= sampled, "each draft writes once"
 
 
 def test_drafts_are_drawn_with_the_targets_noise() -> None:

@@ -1,9 +1,11 @@
 """A head that drafts token by token: each row combines a token with the target's hidden state at
 the previous position; a drafted token is combined with the head's own output.
 
-Rule: the rows of drafted tokens are overwritten by those with the target's hidden states.
+Rule: the rows of drafted tokens are kept beside the pages until all are drafted; where our kernel
+does not attend, they are written, and overwritten by those with the target's hidden states.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,10 +41,12 @@ class ChainedPass(Pass):
     def draft(self, rows: HeadInput, chain: Chain) -> None:
         out = self._forward(rows)[rows.newest(chain.shift)]
         chain.sample_next(self.head.lm_head(out))
+        self.view.beside = defaultdict(list)
         while chain.spans:
             drafted = HeadInput(chain.spans, chain.tokens, out[: len(chain.spans)])
             out = self._forward(drafted, chain.shift)
             chain.sample_next(self.head.lm_head(out))
+        self.view.beside = None
 
     def _forward(self, rows: HeadInput, shift: Shift = None) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that

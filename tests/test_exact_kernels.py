@@ -1,0 +1,75 @@
+"""Rows keep their bits where some of a model's products are by our kernel, for some numbers of rows,
+and others by MLX's (tests/support/dispatch.py): which of them runs is decided by shape."""
+
+from collections.abc import Iterator
+from itertools import cycle
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_map
+
+from mlxspec.kernels import cpu
+from mlxspec.kernels.trial import Verdict
+from mlxspec.kernels.verify import KERNELS
+from mlxspec.load import exact
+from mlxspec.load.warmup import kernels_in_use
+from mlxspec.model import invariant, quantized
+from mlxspec.model.invariant import ROWS, Invariance
+from mlxspec.model.layout import CacheBytes, LayoutChoice
+from tests import metalsim
+from tests.support import dispatch, tiny
+
+BLOCK = 8
+# By shape: for all rows that it takes, for some from the second on, for few, never.
+WON = [(1, 16), (3, 9), (1, 2), (0, 0)]
+
+
+@pytest.fixture(autouse=True)
+def short_proof(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(invariant, "CHUNK", 16)
+    monkeypatch.setattr(exact, "CONTEXT", 16)
+    monkeypatch.setattr(KERNELS, "verdicts", {})
+    with metalsim.patch(checked=False):
+        yield
+
+
+def model() -> nn.Module:
+    """With kernels for a part of its shapes and of their rows."""
+    made = tiny.model("llama")
+    made.update(tree_map(lambda x: x.astype(mx.bfloat16), made.parameters()))
+    nn.quantize(made, 32, 4)
+    cpu.install(made)
+    quantized.install(made)
+    names = {case.name: case for case in quantized.linear_cases(made)}
+    for name, (least, most) in zip(names, cycle(WON), strict=False):
+        KERNELS.verdicts[name] = Verdict("plain" if most else "", least, most)
+    assert len(names) >= len(WON)
+    mx.eval(made.parameters())
+    return made
+
+
+def proven(made: nn.Module, known: Invariance | None = None) -> exact.Exactness:
+    layout = LayoutChoice("rows", True, False, CacheBytes(), tiny.VOCAB)
+    return exact.examine(made, layout, BLOCK, known)
+
+
+@pytest.mark.parametrize("chip", ["M2", "M4"])
+def test_kernels_for_some_shapes_and_rows_keep_bits(chip: str) -> None:
+    with dispatch.on(dispatch.CHIPS[chip]):
+        made = model()
+        found = proven(made)
+        assert found.rows == ROWS and not found.why
+        assert found.invariance and not found.invariance.failed
+        most = {calls.most for calls in found.invariance.calls.values()}
+        assert len(most) > 1, "each shape has calls of its own"
+        assert proven(made, Invariance()).rows < ROWS, "without them rows differ"
+
+
+def test_other_kernels_are_found_and_proven_anew() -> None:
+    """What is known of rows is kept with the kernels for which it was found."""
+    model()
+    before = kernels_in_use()
+    for verdict in KERNELS.verdicts.values():
+        verdict.most = min(verdict.most, 5)
+    assert kernels_in_use() != before

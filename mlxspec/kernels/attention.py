@@ -163,78 +163,59 @@ def _launch(a: Attention, shape: Shape, first: Sequence[Array] = ()) -> Array:
     part in front of the context's."""
     sequences, tables, most_parts = _metadata(tuple(a.groups), shape.window)
     length = max(group.length for group in a.groups)
-    sums = _sums(a, shape, length, sequences, tables, most_parts)
-    if first:
-        sums = [mx.concatenate([*both], axis=2) for both in zip(first, sums, strict=True)]
-        # That part has the positions from -128 on.
-        sequences = sequences + mx.array([0, 0, 0, -1, 0, -128 - a.groups[0].first, 0, 0])
-    return MERGE(
-        [*sums, sequences, sequences if a.sinks is None else a.sinks],
-        (32, shape.heads * length, len(sequences)),
-        (32, 4, 1),
-        output_shapes=[(len(a.q), shape.heads, shape.dim_v)],
-        output_dtypes=[shape.dtype],
-        T=shape.dtype,
-        DV=shape.dim_v,
-        WINDOW=shape.window,
-        SINKS=shape.sinks,
-    )[0]
-
-
-def _sums(
-    a: Attention,
-    shape: Shape,
-    length: int,
-    sequences: Array,
-    tables: Array,
-    parts: int,
-) -> list[Array]:
-    """The sums of each part, and their largest scores and totals."""
     tiles, simds, splits = _instance(shape, length)
+    common = {"T": shape.dtype, "DV": shape.dim_v, "WINDOW": shape.window}
     # Templates take no floats: the bits of the scale in fp32, times log2(e) for exp2.
     scale = np.float32(a.scale * log2(e)).view(np.int32)
-    parts = max(parts, ceil(SMALLEST / 2 / len(a.q) / shape.heads))  # of the totals
-    results = (len(a.q), shape.heads, parts)
-    return PART(
+    count = len(sequences)
+    heads = len(a.q) * shape.heads
+    most_parts = max(most_parts, ceil(SMALLEST / 2 / heads))  # of `stats`
+    parts = (len(a.q), shape.heads, most_parts)
+    sums, stats = PART(
         [a.q, a.keys, a.values, sequences, tables],
-        (32 * simds * parts, shape.kv_heads * splits, len(sequences)),
+        (32 * simds * most_parts, shape.kv_heads * splits, count),
         (32 * simds, 1, 1),
-        output_shapes=[(*results, shape.dim_v), (*results, 2)],
+        output_shapes=[(*parts, shape.dim_v), (*parts, 2)],
         output_dtypes=[mx.float32, mx.float32],
-        T=shape.dtype,
+        **common,
         D=shape.dim,
-        DV=shape.dim_v,
         BITS=shape.bits,
         BLOCK=shape.block_size,
         GQA=shape.gqa,
         TILES=tiles,
         SIMDS=simds,
-        WINDOW=shape.window,
         SCALE=int(scale),
     )
+    if first:
+        sums = mx.concatenate([first[0], sums], axis=2)
+        stats = mx.concatenate([first[1], stats], axis=2)
+        # That part has the positions from -128 on.
+        sequences = sequences + mx.array([0, 0, 0, -1, 0, -128 - a.groups[0].first, 0, 0])
+    return MERGE(
+        [sums, stats, sequences, sequences if a.sinks is None else a.sinks],
+        (32, shape.heads * length, count),
+        (32, 4, 1),
+        output_shapes=[(len(a.q), shape.heads, shape.dim_v)],
+        output_dtypes=[shape.dtype],
+        **common,
+        SINKS=shape.sinks,
+    )[0]
 
 
 def attention_beside(a: Attention, shape: Shape, rows: Sequence[tuple[Array, Array]]) -> Array:
     """As paged_attention by the kernel, for a row of each sequence that sees everything. K and V of
-    the last positions, at most SMALLEST, are in `rows`, [B or more, kv_heads, 1, D] each, not in
-    the pools, all of which MLX would copy if they were written while a launch reads them."""
-    count = len(a.q)
-    blocks = ceil(len(rows) / shape.block_size)
-    width = [(0, 0), (0, 0), (0, blocks * shape.block_size - len(rows)), (0, 0)]
-    pools = []
-    for each in zip(*rows, strict=True):
-        x = mx.pad(mx.concatenate([row[:count] for row in each], axis=2), width)
-        pools.append(x.swapaxes(0, 1).flatten(1, 2))
-    first = _sums(
-        replace(a, keys=pools[0], values=pools[1]),
-        shape,
-        length=1,
-        sequences=mx.array([[len(rows) - 1, n, 1, 0, 0, 0, 0, 0] for n in range(count)]),
-        tables=blocks * mx.arange(count)[:, None] + mx.arange(SMALLEST),
-        parts=1,
-    )
+    the last positions are in `rows`, [B or more, kv_heads, 1, D] each, not in the pools, all of
+    which MLX would copy if they were written while a launch reads them."""
+    parts = [mx.concatenate([x[: len(a.q)] for x in each], 2) for each in zip(*rows, strict=True)]
+    k, v = (part.astype(mx.float32) for part in parts)
+    q = a.q.reshape(*k.shape[:2], shape.gqa, -1)
+    scores = q @ k.swapaxes(2, 3) * (a.scale * log2(e))
+    top = scores.max(axis=-1, keepdims=True)
+    weights = mx.power(2, scores - top)
+    stats = mx.concatenate([top, weights.sum(axis=-1, keepdims=True)], axis=-1)
+    first = [x.reshape(len(q), shape.heads, 1, -1) for x in (weights @ v, stats)]
     a.groups = [replace(g, starts=[start - len(rows) for start in g.starts]) for g in a.groups]
-    return _launch(a, shape, [part[:, :, :1] for part in first])
+    return _launch(a, shape, first)
 
 
 def _proven(shape: Shape, rows: int) -> bool:

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
@@ -16,7 +18,7 @@ from mlxspec.engine import memory
 from mlxspec.model import layout as load_module
 from mlxspec.model import recurrent
 from mlxspec.model.layout import context_of, find_layout, geometry, load, load_weights, weights
-from mlxspec.types import UserError
+from mlxspec.types import UnsupportedModel, UserError
 from tests.support import tiny
 from tests.support.checkpoints import save
 
@@ -187,6 +189,27 @@ def test_a_layout_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     right = attention.paged_attention
     monkeypatch.setattr(attention, "paged_attention", lambda q, *rest: right(q * 1.1, *rest))
     assert find_layout(tiny.model("llama")).layout == "gather"
+
+
+def test_products_in_tf32_would_refuse_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An M5 rounds the operands of several rows to 10 bits, and of one row not, unless
+    MLX_ENABLE_TF32 is 0, as mlxspec/blas.py has it."""
+
+    def rounded(x: mx.array) -> mx.array:
+        bits = x.astype(mx.float32).view(mx.uint32)
+        return ((bits + 0x1000) & 0xFFFFE000).view(mx.float32)
+
+    def product(layer: Any, x: mx.array) -> mx.array:
+        if x.size == x.shape[-1]:
+            return x @ layer.weight.T
+        return rounded(x) @ rounded(layer.weight).T
+
+    m = tiny.model("llama", num_hidden_layers=32)  # errors add up
+    assert find_layout(m).layout == "rows"
+    monkeypatch.setattr(nn.Linear, "__call__", product)
+    monkeypatch.setattr(nn.Embedding, "as_linear", product)
+    with pytest.raises(UnsupportedModel, match="no layout reproduces"):
+        find_layout(m)
 
 
 def test_context_comes_from_the_config(caplog: pytest.LogCaptureFixture) -> None:

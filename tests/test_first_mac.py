@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from bench.first_mac import commands, parts, report
-from bench.first_mac.loaded import first_launches
+from bench.first_mac import commands, loaded, parts, report
 from mlxspec.commands.bench import figures
 from mlxspec.commands.table import print_table
 from mlxspec.kernels.trial import Case
@@ -130,6 +129,18 @@ def test_a_part_may_take_half_of_the_time_that_is_left(
     assert given == [400, 200, 200]
 
 
+def test_the_instances_are_those_that_the_model_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tokenizer(tmp_path / "model")
+    save(model, "llama")
+    monkeypatch.setenv("MLXSPEC_CONFIG", os.devnull)
+    monkeypatch.setattr(loaded, "only_on_a_mac", lambda: None)
+    monkeypatch.setattr(loaded, "first_launches", lambda cases: [case.name for case in cases])
+    kernels = {name.split()[0] for name in loaded.instances(str(model))}
+    assert kernels == {"paged_attention", "sample_accept"}  # its products are not quantized
+
+
 def test_each_first_launch_is_timed_and_what_cannot_run_is_told() -> None:
     def fails(x: mx.array) -> mx.array:
         raise ValueError("it does not compile")
@@ -145,7 +156,7 @@ def test_each_first_launch_is_timed_and_what_cannot_run_is_told() -> None:
     )
     lines = []
     with pytest.raises(commands.Failed, match="2 instances cannot run"):
-        for line in first_launches([case, case]):
+        for line in loaded.first_launches([case, case]):
             lines.append(line)
     assert [line.partition(": ")[0] for line in lines] == [
         "a case, plain, 1 rows",

@@ -95,7 +95,10 @@ def _parts_of(a: Attention, group: Group) -> tuple[Array, Array, Array]:
         skipped = first % blocks  # before what is seen, in its part
         tables.append([NULL_BLOCK for _ in range(skipped)] + table)
         firsts.append((first - skipped) * size)
-    width = blocks * ceil(max(map(len, tables)) / blocks)
+    parts = ceil(max(map(len, tables)) / blocks)
+    if len(a.keys) == 1:  # one product, or some that share K and V, may go by other kernels than a
+        parts = max(2, parts)  # batch: MLX's backend/metal/matmul.cpp:1493, :925
+    width = blocks * parts
     ids = Blocks(block_array(tables, width))
     every = slice(0, width * size)
     pools = []

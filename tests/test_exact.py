@@ -178,6 +178,24 @@ def test_rows_keep_their_bits(kind, chip, numbers, name, budget, temperature) ->
             assert got == truth
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h", "llama"])
+def test_prompts_of_one_token_begin_together(kind: str) -> None:
+    """In one forward, without a state."""
+    m = model(kind, "affine")
+    all_of = {
+        f"{token}": tiny.request(f"{token}", [token], N, temperature=0.8, seed=token, logprobs=0)
+        for token in (5, 77, 9)
+    }
+    with on("M1"):
+        how = found(m, layout_of(kind))
+        truth = alone(m, layout_of(kind), how, all_of)
+        e = engine(m, layout_of(kind), 64, how)
+        for r in all_of.values():
+            e.add(r)
+        outputs = tiny.run(e)
+    assert {n: told(outputs, n) for n in all_of} == truth
+
+
 @pytest.mark.parametrize("chip", dispatch.CHIPS)
 def test_without_the_rules_they_do_not(chip: str) -> None:
     m = model("llama", "affine")

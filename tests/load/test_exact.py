@@ -10,7 +10,7 @@ import pytest
 from mlxspec.commands.doctor import examine as examined
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.load import loader
-from mlxspec.load.exact import Exactness
+from mlxspec.load.exact import Exactness, examine
 from mlxspec.load.loader import load_engine
 from mlxspec.load.warmup import WarmupCache
 from mlxspec.metrics import Metrics
@@ -126,6 +126,36 @@ def test_other_kernels_are_another_proof(path: Path, monkeypatch: pytest.MonkeyP
     _, info = start(path, "on")
     assert seen and info.exact == "not exact: it"
     KERNELS.verdicts.clear()
+
+
+SETTINGS = ["MLX_ENABLE_TF32", "MLX_GDN_PACKED", "MLX_SDPA_BLOCKS"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_order_of_sums_is_another_proof(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also of prompts on disk, which hold what was computed."""
+    start(path, "on")
+    seen = []
+
+    def look(*about: Any) -> Exactness:
+        seen.append(about)
+        return examine(*about)
+
+    monkeypatch.setattr(loader, "examine", look)
+    e, _ = start(path, "on", cache_gb=1.0)
+    e.add(tiny.request("r", range(1, 80), 4))
+    tiny.run(e)
+    e.close(5)
+    assert not seen, "it is known"
+    monkeypatch.setenv(name, "64")
+    e, info = start(path, "on", cache_gb=1.0)
+    assert seen and info.exact_rows == 17
+    e.add(tiny.request("r", range(1, 80), 4))
+    tiny.run(e)
+    assert e.counters["cached_tokens"] == 0
+    e.close(5)
 
 
 def test_it_is_told(path: Path, bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,17 @@ def test_the_calls_are_found_by_trying(chip: str, numbers: str) -> None:
     assert how.chunk == CHUNK and not how.failed
 
 
+@pytest.mark.parametrize("chip", ["M1", "M3"])
+def test_rows_that_lie_apart_have_the_bits_of_a_matrix(chip: str) -> None:
+    """One row of each of several sequences, as a view: MLX counts them by sequence."""
+    layer = model("llama", "affine").layers[0].self_attn.q_proj
+    x = mx.random.normal((6, 3, 64), key=mx.random.key(1)).astype(mx.bfloat16)[:, 1:2]
+    with on(chip):
+        calls = invariant.find_calls(layer, [x[:, 0]])
+        one = [calls.apply(layer, x[i : i + 1]) for i in range(len(x))]
+        assert mx.array_equal(calls.apply(layer, x), mx.concatenate(one))
+
+
 EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8}  # whose rows are sorted from 128 on
 
 

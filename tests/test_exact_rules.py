@@ -1,0 +1,96 @@
+"""Each rule of tests/test_exact.py's grid is needed: without it rows lose their bits there."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from mlxspec.kernels import invariant as kernels
+from mlxspec.kernels.attention import paged_attention
+from mlxspec.model import attention, invariant, recurrent
+from mlxspec.model.invariant import Invariance
+from tests.support.parameter_rows import in_turn
+from tests.test_exact import (
+    CHUNK,
+    MQA,
+    RECURRENT,
+    alone,
+    found,
+    layout_of,
+    model,
+    on,
+    requests,
+    together,
+)
+
+Mutant = Callable[[Invariance, pytest.MonkeyPatch], Invariance]
+
+
+def without_calls(kind: str = "") -> Mutant:
+    """Rows reach these layers as they come."""
+
+    def change(how: Invariance, _: pytest.MonkeyPatch) -> Invariance:
+        kept = {key: calls for key, calls in how.calls.items() if kind not in key}
+        assert len(kept) < len(how.calls)
+        return replace(how, calls=kept)
+
+    return change
+
+
+def with_usual_attention(how: Invariance, patch: pytest.MonkeyPatch) -> Invariance:
+    patch.setattr(
+        attention, "invariant_attention", lambda a, shape, _: paged_attention(a, shape=shape)
+    )
+    return how
+
+
+def with_one_part(how: Invariance, patch: pytest.MonkeyPatch) -> Invariance:
+    """The products of a short context with one head of K and V stand alone."""
+    patch.setattr(kernels, "PARTS", 1)
+    return how
+
+
+def with_all_rows_at_once(how: Invariance, patch: pytest.MonkeyPatch) -> Invariance:
+    """Rows reach Mamba-2's recurrence as they come."""
+    patch.setattr(recurrent, "ORDERED_BY_ROWS", "")
+    return how
+
+
+RULES: dict[str, Mutant] = {
+    "calls": without_calls(),
+    "experts": without_calls("Switch"),
+    "routers": without_calls("Gate"),
+    "attention": with_usual_attention,
+    "parts": with_one_part,
+    "rows": with_all_rows_at_once,
+}
+OWN = [
+    (MQA, "parts", "M1", "affine"),
+    (MQA, "parts", "M5", "bf16"),
+    ("qwen3_moe", "experts", "M3", "affine"),
+    ("gpt_oss", "experts", "M1", "mxfp4"),
+    ("nemotron_h", "routers", "M3", "bf16"),
+    ("mamba2", "rows", "M4", "affine"),
+    ("nemotron_h", "rows", "M1", "affine"),
+]
+DENSE = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
+WITHOUT = [pytest.param(*row) for row in OWN]
+WITHOUT += in_turn([*DENSE, *RECURRENT], ["calls"], ["M1", "M5"], ["affine", "bf16"], every=7)
+ATTEND = [kind for kind in (*DENSE, *RECURRENT) if kind != "mamba2"]
+WITHOUT += in_turn(ATTEND, ["attention"], ["M2", "M4"], ["mxfp4"], every=7)
+
+
+@pytest.mark.parametrize("kind, rule, chip, numbers", WITHOUT)
+def test_without_a_rule_rows_lose_their_bits(
+    kind: str, rule: str, chip: str, numbers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariant, "CHUNK", CHUNK)
+    m = model(kind, numbers)
+    with on(chip):
+        how = RULES[rule](found(m, layout_of(kind)), monkeypatch)
+        for seed in range(4):
+            all_of = requests(0.8, seed)
+            truth = alone(m, layout_of(kind), how, all_of)
+            if any(got != truth for got in together(m, kind, "liar", 64, how, all_of, truth)):
+                return
+    raise AssertionError("nothing depends on the rows: the grid does not show that rule")

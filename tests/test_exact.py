@@ -159,6 +159,7 @@ GRID += in_turn(["qwen3"], ["M2", "M5", CPU], NUMBERS[1:3], ["mtp"], [(7, 0.8)])
 RECURRENT = ["qwen3_5", "lfm2", "nemotron_h", "mamba2", "qwen3_next"]
 OTHERS = NUMBERS[1:], ["liar", "plain"], [7, 64], [0.8]
 GRID += rotated(RECURRENT, ["M1", "M3", "M5"], *OTHERS)
+GRID += rotated(["llama", "qwen3_moe"], ["M1", "M5"], NUMBERS[:1], ["liar"], [7, 64], [0.8])
 GRID += rotated([(MQA, chip) for chip in ("M1", "M4", CPU)], *OTHERS)
 
 
@@ -294,6 +295,7 @@ EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8}  # whose rows are sorte
     "kind, chip, numbers, config, lengths",
     [
         ("llama", "M1", "bf16", {}, [150, 40]),
+        (MQA, "M4", "affine", {}, [150, 40, 300]),
         ("qwen3_moe", "M3", "affine", EXPERTS, [50, 50, 50, 50]),
     ],
 )

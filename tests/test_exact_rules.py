@@ -21,6 +21,7 @@ from tests.test_exact import (
     on,
     requests,
     together,
+    verdict,
 )
 
 Mutant = Callable[[Invariance, pytest.MonkeyPatch], Invariance]
@@ -94,3 +95,14 @@ def test_without_a_rule_rows_lose_their_bits(
             if any(got != truth for got in together(m, kind, "liar", 64, how, all_of, truth)):
                 return
     raise AssertionError("nothing depends on the rows: the grid does not show that rule")
+
+
+def test_the_proof_sees_how_prompts_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head of K and V, and a recurrence: products that are alone only there."""
+    monkeypatch.setattr(invariant, "CHUNK", CHUNK)
+    for kind, rows in ((MQA, 17), ("mamba2", 17), (MQA, 0), ("mamba2", 0)):
+        if not rows:
+            monkeypatch.setattr(kernels, "PARTS", 1)
+            monkeypatch.setattr(recurrent, "_begun", lambda update, row: update(**row))
+        found = verdict("M1", kind, "affine", layout_of(kind))
+        assert found.rows == rows and ("begin together" in found.why) == (not rows)

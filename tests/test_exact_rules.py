@@ -9,6 +9,17 @@ from mlxspec.kernels import invariant as kernels
 from mlxspec.kernels.attention import paged_attention
 from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.invariant import Invariance
+from tests.support.metal_rules import (
+    CHIPS,
+    GEMV,
+    GEMV_HALF,
+    GEMV_WIDE,
+    NAX,
+    SPLIT,
+    TILES,
+    Matrix,
+    contiguous,
+)
 from tests.support.parameter_rows import in_turn
 from tests.test_exact import (
     CHUNK,
@@ -95,6 +106,28 @@ def test_without_a_rule_rows_lose_their_bits(
             if any(got != truth for got in together(m, kind, "liar", 64, how, all_of, truth)):
                 return
     raise AssertionError("nothing depends on the rows: the grid does not show that rule")
+
+
+def test_what_mlx_takes_for_a_product() -> None:
+    """By hand, from its source: 4096 x 4096 in 16 bits, and attention of 4 heads that share K."""
+    weights = Matrix((4096, 4096), (1, 4096))
+
+    def dense(chip: str, rows: int, halves: bool = True) -> int:
+        return CHIPS[chip].dense(contiguous((rows, 4096)), weights, halves)
+
+    assert [dense("M1", rows) for rows in (1, 2, 64, 65)] == [GEMV, SPLIT + 1, SPLIT + 1, TILES]
+    assert [dense("M2", rows) for rows in (128, 129)] == [SPLIT + 1, TILES], "a Max splits more"
+    assert [dense("M3", rows) for rows in (5, 6, 15)] == [GEMV_WIDE, GEMV_HALF, GEMV_HALF]
+    assert [dense("M5", rows) for rows in (1, 5, 16)] == [GEMV, GEMV_WIDE, NAX]
+    assert dense("M5", 5, halves=False) == SPLIT + 1
+
+    def scores(batch: int, rows: int, parts: int) -> int:
+        q = Matrix((batch, rows, parts, 4, 256), (rows * 1024, 1024, 0, 256, 1))
+        k = Matrix((batch, rows, parts, 256, 128), (parts * 32768, 0, 32768, 1, 256))
+        return CHIPS["M1"].dense(q, k, False)
+
+    assert [scores(1, rows, 1) for rows in (1, 9)] == [SPLIT + 2, SPLIT + 1]
+    assert {scores(2, 1, 1), scores(1, 1, 2), scores(2, 9, 3), scores(1, 17, 2)} == {TILES}
 
 
 def test_the_proof_sees_how_prompts_begin(monkeypatch: pytest.MonkeyPatch) -> None:

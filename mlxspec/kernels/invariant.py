@@ -37,10 +37,8 @@ class Calls:
         # MLX counts the rows of a matrix, but not those of a view [B, L, K] that lie apart.
         flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
         rows = len(flat[0])
-        if self.least <= rows <= self.most:
-            done = [op(*flat)]
-        else:
-            done = [op(*part) for part in self._parts(flat, rows)]
+        fits = self.least <= rows <= self.most
+        done = [op(*part) for part in ([flat] if fits else self._parts(flat, rows))]
 
         def joined(parts: list[Array]) -> Array:
             y = parts[0]

@@ -157,7 +157,7 @@ def _begun(update: Any, row: Json) -> Any:
     for n in range(len(row["hidden_states"])):
         given = {name: row[name][n : n + 1] for name in BY_ROW if row.get(name) is not None}
         each.append(update(**row | given))
-    return [mx.concatenate(same) for same in zip(*each, strict=True)]
+    return [mx.concatenate(list(same)) for same in zip(*each, strict=True)]
 
 
 def _state_of(states: Sequence[Array], rows: Array) -> Array:

@@ -69,7 +69,7 @@ class Metal:
     def matmul(self, a: mx.array, b: mx.array, **_: Any) -> mx.array:
         if not a.size or min(a.ndim, b.ndim) < 2:
             return MATMUL(a, b)
-        if b.ndim == 2:  # ops.cpp:3503 flattens
+        if b.ndim == 2:  # mlx/ops.cpp:3509 flattens
             *batch, k = a.shape
             rows = a.reshape(-1, k)
             of_a, of_b = matrix(rows, ()), matrix(b, ())
@@ -87,7 +87,7 @@ class Metal:
         dense = dequantized(weight, scales, biases, how)
         if not x.size:
             return MATMUL(x, dense)
-        flat = weight.ndim == 2 and memoryview(x).c_contiguous  # quantized.cpp:1795
+        flat = weight.ndim == 2 and memoryview(x).c_contiguous  # quantized.cpp:1799
         rows = x.size // x.shape[-1] if flat else x.shape[-2]
         parts = self.chip.quantized(
             rows,

@@ -18,7 +18,7 @@ REDUCED, REDUCED_TWICE, REDUCED_LONG = range(1, 4)
 @dataclass(frozen=True)
 class Matrix:
     """The last two of an array's dimensions as MLX passes them on, and the strides of the others
-    (metal/matmul.cpp:23 check_transpose, which copies what has neither layout)."""
+    (metal/matmul.cpp:27 check_transpose, which copies what has neither layout)."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -102,8 +102,8 @@ class Chip:
         while split > 1 and k % (split * align):
             split -= 1
         if split > 1:
-            return SPLIT + split.bit_length()
-        return NAX if self.gen >= 17 and k % 64 == 0 and halves else TILES  # :1040
+            return SPLIT + split.bit_length() - 1
+        return NAX if self.gen >= 17 and k % 64 == 0 and halves else TILES  # :1039
 
     def dense(self, a: Matrix, b: Matrix, halves: bool) -> int:
         """Of a [..., m, k] and b [..., k, n] of one batch shape: metal/matmul.cpp:1451. `halves`:
@@ -131,7 +131,7 @@ class Chip:
         return self._matrices(m, n, k, batch, halves)
 
     def _matrices(self, m: int, n: int, k: int, batch: int, halves: bool) -> int:
-        """metal/matmul.cpp:909; tiles of any size add by eights (kernels/steel/gemm/mma.h)."""
+        """metal/matmul.cpp:913; tiles of any size add by eights (kernels/steel/gemm/mma.h)."""
         longest = max(m, n)
         if self.gen >= 17 and halves:
             long = k >= 3 * longest or (longest <= 1024 and k > 2 * longest)
@@ -139,7 +139,7 @@ class Chip:
         small = ceil(m / 16) * ceil(n / 16) <= (2048 if self.size in "sd" else 1024)
         if batch > 1 or not small or k // 16 < 8 or k < longest:
             return TILES
-        parts = k // 16 // (ceil(m / 32) * ceil(n / 32))  # :527
+        parts = k // 16 // (ceil(m / 32) * ceil(n / 32))  # :533
         return SPLIT + min(max(1, (parts - 1).bit_length()), 5)
 
     def experts(self, rows: int, count: int, is_sorted: bool, quantized: bool) -> int:
@@ -156,7 +156,7 @@ class Chip:
 
 
 def reduced(shape: Sequence[int], axis: int, outputs: int) -> int:
-    """Of a sum over one axis of a contiguous array: metal/reduce.cpp:508, :827. One over the last
+    """Of a sum over one axis of a contiguous array: metal/reduce.cpp:557, :937. One over the last
     axis adds in an order that its length alone sets, by row_reduce_simple and by
     row_reduce_looped."""
     length = shape[axis]

@@ -15,10 +15,16 @@ from tests.support.metal_rules import (
     GEMV_HALF,
     GEMV_WIDE,
     NAX,
+    QMV,
+    QMV_QUAD,
+    QMV_WIDE,
+    REDUCED,
+    REDUCED_TWICE,
     SPLIT,
     TILES,
     Matrix,
     contiguous,
+    reduced,
 )
 from tests.support.parameter_rows import in_turn
 from tests.test_exact import (
@@ -128,6 +134,35 @@ def test_what_mlx_takes_for_a_product() -> None:
 
     assert [scores(1, rows, 1) for rows in (1, 9)] == [SPLIT + 2, SPLIT + 1]
     assert {scores(2, 1, 1), scores(1, 1, 2), scores(2, 9, 3), scores(1, 17, 2)} == {TILES}
+
+
+def test_what_mlx_takes_for_a_quantized_product_and_a_sum() -> None:
+    """4096 x 4096 by rows; and sums over rows, and within rows."""
+
+    def quantized(chip: str, rows: int, k: int = 4096, mode: str = "affine") -> int:
+        return CHIPS[chip].quantized(rows, 4096, k, mode=mode, bits=4, group=32)
+
+    assert [quantized("M1", rows) for rows in (1, 9, 10, 33, 65)] == [
+        QMV,
+        QMV,
+        SPLIT + 2,
+        SPLIT + 1,
+        TILES,
+    ]
+    assert [quantized("M3", rows) for rows in (1, 2, 14, 15)] == [
+        QMV,
+        QMV_WIDE,
+        QMV_WIDE,
+        SPLIT + 2,
+    ]
+    assert [quantized("M1", rows, mode="mxfp4") for rows in (1, 2)] == [QMV, QMV_WIDE]
+    assert {quantized("M5", rows, 128) for rows in range(1, 25)} == {QMV_QUAD}
+    assert quantized("M5", 129) == NAX
+    rows = [
+        reduced((length, wide), 0, wide) for length, wide in ((9, 64), (300, 64), (300, 1 << 20))
+    ]
+    assert rows == [REDUCED, REDUCED_TWICE, REDUCED]
+    assert {reduced((count, 5000), 1, count) for count in (1, 31, 32, 4000)} == {REDUCED}
 
 
 def test_the_proof_sees_how_prompts_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Each rule of tests/test_exact.py's grid is needed: without it rows lose their bits there."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from mlxspec.kernels import invariant as kernels
 from mlxspec.kernels.attention import paged_attention
 from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.invariant import Invariance
+from tests import metalsim
 from tests.support.metal_rules import (
     CHIPS,
     GEMV,
@@ -174,3 +176,19 @@ def test_the_proof_sees_how_prompts_begin(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(recurrent, "_begun", lambda update, row: update(**row))
         found = verdict("M1", kind, "affine", layout_of(kind))
         assert found.rows == rows and ("begin together" in found.why) == (not rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the simulator runs on Linux")
+@pytest.mark.parametrize("kind", [MQA, "gemma3_text", "gpt_oss"])
+def test_rows_keep_their_bits_by_our_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the grid whose attention runs in the simulator."""
+    monkeypatch.setattr(invariant, "CHUNK", CHUNK)
+    m = model(kind, "affine")
+    with on("M3"), metalsim.patch(checked=False):
+        how = replace(found(m, layout_of(kind)), by_kernel=True)
+        all_of = requests(0.8)
+        truth = alone(m, layout_of(kind), how, all_of)
+        for got in together(m, kind, "liar", 64, how, all_of, truth):
+            assert got == truth
+    assert metalsim.last().kernel.startswith("paged_merge")

@@ -39,6 +39,8 @@ METAL = {
     "MLX_ENABLE_TF32": "0",
     "MLX_GDN_PACKED": "0",
 }
+# These change how MLX adds too, where a user sets them.
+ORDER = "MLX_SDPA_BLOCKS", "MLX_METAL_GPU_ARCH", "MLX_DISABLE_COMPILE"
 OPEN_FILES = 2048  # soft limit of open files, where the hard limit allows it
 
 
@@ -53,6 +55,18 @@ def load() -> Path | None:
         _prepare_metal()
     _import_mlx_lm()
     return library
+
+
+def order() -> dict[str, str]:
+    """What the order of sums depends on, beside the machine and MLX: variables of the environment,
+    and OpenBLAS with its threads."""
+    found = {name: os.environ.get(name, "") for name in (*METAL, *ORDER)}
+    with suppress(AttributeError):
+        library = ctypes.CDLL(None)
+        config = library.scipy_openblas_get_config
+        config.restype = ctypes.c_char_p
+        found["blas"] = f"{config()} {library.scipy_openblas_get_num_threads()}"
+    return found
 
 
 def _load_openblas() -> Path | None:

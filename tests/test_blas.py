@@ -91,6 +91,13 @@ def test_a_damaged_copy_is_made_again(cache: Path, whole: Path, damage: str) -> 
 
 
 @linux
+def test_other_threads_are_another_order_of_sums() -> None:
+    said = "import atexit; atexit.register(lambda: print('order', blas.order()['blas']))"
+    one, two = (run(said, OPENBLAS_NUM_THREADS=n).split("order ")[1] for n in "12")
+    assert one != two and "OpenBLAS" in one
+
+
+@linux
 def test_copies_of_other_versions_go(cache: Path) -> None:
     cache.mkdir(parents=True)
     (cache / "openblas-0.3.1-12345678.so").write_text("old")

@@ -18,6 +18,7 @@ from mlxspec.kernels.reference import Attention, Blocks, Group, block_array, fin
 from mlxspec.types import NULL_BLOCK
 
 PART = 128  # slots of a context whose values are summed together, or a block if that is longer
+PARTS = 2  # of a context of one head of K and V, at least
 QUERIES = 64  # of a sequence at once: their scores take memory
 
 
@@ -33,14 +34,16 @@ class Calls:
     def apply(self, op: Callable[..., Any], *arrays: Array) -> Any:
         """op(*arrays) for arrays [..., K] of the same rows: an array, or a tuple of some."""
         *batch, _ = arrays[0].shape
+        # MLX counts the rows of a matrix, but not those of a view [B, L, K] that lie apart.
         flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
         rows = len(flat[0])
-        if self.least <= rows <= self.most:
-            return op(*arrays)
-        done = [op(*part) for part in self._parts(flat, rows)]
+        fits = self.least <= rows <= self.most
+        done = [op(*part) for part in ([flat] if fits else self._parts(flat, rows))]
 
         def joined(parts: list[Array]) -> Array:
-            y = mx.concatenate(parts)[:rows]
+            y = parts[0]
+            if len(y) != rows:
+                y = mx.concatenate(parts)[:rows]
             return y.reshape(*batch, *y.shape[1:])
 
         if isinstance(done[0], tuple):
@@ -95,7 +98,10 @@ def _parts_of(a: Attention, group: Group) -> tuple[Array, Array, Array]:
         skipped = first % blocks  # before what is seen, in its part
         tables.append([NULL_BLOCK for _ in range(skipped)] + table)
         firsts.append((first - skipped) * size)
-    width = blocks * ceil(max(map(len, tables)) / blocks)
+    parts = ceil(max(map(len, tables)) / blocks)
+    if len(a.keys) == 1:  # one product, or some that share K and V, may go by other kernels than a
+        parts = max(PARTS, parts)  # batch: MLX's backend/metal/matmul.cpp:1493, :925
+    width = blocks * parts
     ids = Blocks(block_array(tables, width))
     every = slice(0, width * size)
     pools = []

@@ -166,6 +166,8 @@ def _proven(proof: "Proof") -> Exactness:
         if why:
             break
         rows = step
+    if not why and (why := proof.beginning()):
+        rows = 0
     if why and invariance.failed:
         why = f"{invariance.failed[0]} has no order of its own for a row"
     elif why and (origin := proof.origin(step)):
@@ -274,6 +276,22 @@ class Proof:
             if not mx.array_equal(self.step({self._drafted(hit, end, rows): hit})[0], want):
                 return f"logits differ after a cached prefix in steps of {rows} rows"
         return ""
+
+    def beginning(self) -> str:
+        """How a sequence's logits differ where another begins with it; "" if they do not.
+        Overwrites what is held."""
+
+        def begun(*seqs: ProofSequence) -> Array:
+            new = [replace(seq, kept=SeqState(prompt_len=1)) for seq in seqs]
+            logits = []
+            for at, rows in ((0, 1), (1, ROOM), (1 + ROOM, 2)):
+                logits += self.step({seq.span(at, rows, samples=True): seq for seq in new})
+            return mx.stack(logits[:: len(seqs)])
+
+        _, one, other = self.held
+        if mx.array_equal(begun(one, other), begun(one)):
+            return ""
+        return "logits differ where sequences begin together"
 
     def origin(self, rows: int) -> str:
         """The first layer whose output differs in a step of `rows` rows beside others, by what

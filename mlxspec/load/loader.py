@@ -31,6 +31,7 @@ from mlxspec.load.warmup import (
     PromptStore,
     WarmupCache,
     cache_file,
+    here,
     kernels_in_use,
     versions,
 )
@@ -82,7 +83,7 @@ def load_engine(
     exact = _find_exactness(model, cache, config, group)
     facts = _agree_on_pools(plan, cache.layout, config=config, group=group)
     if exact and exact.used(config.exact):
-        facts |= {"exact": str(exact.invariance)}
+        facts |= here() | {"exact": str(exact.invariance)}
     engine, info = _build(model, name, layout=cache.layout, plan=plan, room=room, group=group)
     engine.runner.see(eyes)
     info = _apply_exact(engine, info, exact=exact, config=config)

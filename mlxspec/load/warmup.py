@@ -2,7 +2,7 @@
 and prompts.
 
 Rule: a cache file is named by a fingerprint of the model's files, the versions, the machine and the
-settings. A damaged file is ignored.
+settings, also those of MLX and BLAS. A damaged file is ignored.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from mlxspec import __version__, log
+from mlxspec import __version__, blas, log
 from mlxspec.cache.disk import DiskCache, fingerprint
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.config import Config
@@ -82,8 +82,13 @@ class PromptStore:
 def cache_file(model: Path, config: Config, group: ProcessGroup) -> Path:
     """The file for this process's part of `model` under these settings."""
     settings = f"{config.layout} {config.kv_bits} {config.block_size} {group}"
-    facts = machine() | versions() | {"mlxspec": __version__, "settings": settings}
+    facts = here() | {"mlxspec": __version__, "settings": settings}
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
+
+
+def here() -> dict[str, str]:
+    """What the bits of a row depend on, beside the model's files and the settings."""
+    return machine() | versions() | blas.order()
 
 
 def versions() -> dict[str, str]:

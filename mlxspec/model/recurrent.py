@@ -144,10 +144,20 @@ def _row_by_row(update: Any, arguments: Json) -> tuple[Array, list[Array]]:
             if arguments[name] is not None:
                 row[name] = arguments[name][:, t : t + 1]
         row["state"] = states[-1]
-        y, state = update(**row)
+        y, state = update(**row) if states[-1] is not None else _begun(update, row)
         outputs.append(y)
         states.append(state)
     return mx.concatenate(outputs, axis=1), states[1:]
+
+
+def _begun(update: Any, row: Json) -> Any:
+    """A recurrence of first rows [B, 1, ...], called with one sequence after the other: MLX takes
+    another kernel for a product that is alone (backend/metal/matmul.cpp:1507)."""
+    each = []
+    for n in range(len(row["hidden_states"])):
+        given = {name: row[name][n : n + 1] for name in BY_ROW if row.get(name) is not None}
+        each.append(update(**row | given))
+    return [mx.concatenate(list(same)) for same in zip(*each, strict=True)]
 
 
 def _state_of(states: Sequence[Array], rows: Array) -> Array:

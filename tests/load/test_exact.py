@@ -10,7 +10,7 @@ import pytest
 from mlxspec.commands.doctor import examine as examined
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.load import loader
-from mlxspec.load.exact import Exactness
+from mlxspec.load.exact import Exactness, examine
 from mlxspec.load.loader import load_engine
 from mlxspec.load.warmup import WarmupCache
 from mlxspec.metrics import Metrics
@@ -29,6 +29,14 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("mlxspec.model.hub.default_cache_dir", lambda: tmp_path / "cache")
     save(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def model(path: Path) -> Path:
+    """A model beside the cache, whose files are not the model's."""
+    (path / "model").mkdir()
+    save(path / "model")
+    return path / "model"
 
 
 def kept(path: Path, change: Callable[[Exactness], Exactness] = lambda e: e) -> WarmupCache:
@@ -107,15 +115,18 @@ def test_a_first_start_looks_for_nothing_before_it_serves(path: Path) -> None:
     assert {id(m): type(m) for m in e.runner.model.modules()} == layers, "as they were"
 
 
-def test_prompts_on_disk_are_of_one_order(path: Path) -> None:
-    for exact in ("on", "off"):
-        e, _ = start(path, exact, cache_gb=1.0)
-        assert e.offloader
-        r = tiny.request("r", range(1, 80), 4)
-        e.add(r)
-        tiny.run(e)
-        assert e.counters["cached_tokens"] == 0, "the other's blocks"
-        e.close(5)
+def cached(model: Path, exact: str) -> int:
+    """How many tokens of a prompt a start finds on disk."""
+    e, info = start(model, exact, cache_gb=1.0)
+    assert e.offloader and info.exact_rows == (17 if exact == "on" else 0)
+    e.add(tiny.request("r", range(1, 80), 4))
+    tiny.run(e)
+    e.close(5)
+    return e.counters["cached_tokens"]
+
+
+def test_prompts_on_disk_are_of_one_order(model: Path) -> None:
+    assert cached(model, "on") == cached(model, "off") == 0 < cached(model, "on")
 
 
 def test_other_kernels_are_another_proof(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +137,26 @@ def test_other_kernels_are_another_proof(path: Path, monkeypatch: pytest.MonkeyP
     _, info = start(path, "on")
     assert seen and info.exact == "not exact: it"
     KERNELS.verdicts.clear()
+
+
+SETTINGS = ["MLX_ENABLE_TF32", "MLX_GDN_PACKED", "MLX_SDPA_BLOCKS"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_order_of_sums_is_another_proof(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also of prompts on disk, which hold what was computed."""
+    seen = []
+
+    def look(*about: Any) -> Exactness:
+        seen.append(about)
+        return examine(*about)
+
+    monkeypatch.setattr(loader, "examine", look)
+    assert cached(model, "on") == 0 < cached(model, "on") and len(seen) == 1
+    monkeypatch.setenv(name, "64")
+    assert cached(model, "on") == 0 and len(seen) == 2
 
 
 def test_it_is_told(path: Path, bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from tests.support.drafters import (
     like,
 )
 from tests.support.noisy_oracle import NoisyOracle
-from tests.support.parameter_rows import in_turn, rotated
+from tests.support.parameter_rows import diagonal, in_turn, rotated
 
 PAGED = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
 LAYOUTS = [(kind, "rows", False) for kind in PAGED] + [
@@ -57,7 +57,6 @@ RUNS = [  # a draft model needs the rows layout, and solo takes no draft back
 # windows.
 MORE = [
     *((kind, "rect", True) for kind in ("qwen3_next", "qwen3_5", "nemotron_h")),
-    ("mamba", "rect", False),  # its state cannot be rolled back: it decodes without drafts
     ("lfm2", "rect", True),
     ("kimi_linear", "gather", True),
     ("deepseek_v3", "gather", True),
@@ -65,9 +64,9 @@ MORE = [
 ]
 
 
-MORE_RUNS = [
-    run for run in in_turn(MORE, DRAFTERS, every=3) if run.values[2] or run.values[3] == "plain"
-]
+MORE_RUNS = diagonal(MORE, DRAFTERS)
+# Its state cannot be rolled back: it decodes without drafts.
+MORE_RUNS += [pytest.param("mamba", "rect", False, "plain")]
 # Trained heads: over hybrids, and over attention alone.
 HALVES = ("llama-4bit", "rows", False)  # bf16 with 4-bit weights, as on a Mac
 HYBRIDS = [("qwen3_5", "rect"), ("qwen3_next", "rect")]
@@ -75,12 +74,12 @@ ATTENTION = [("qwen3", "rows"), ("llama", "gather")]
 HEAD_RUNS = in_turn(
     [(*layout, False) for layout in HYBRIDS + ATTENTION], HEADS, [1, 7, 64], [0.0, 0.8], every=6
 )
-MORE_HEADS = in_turn([(*layout, True) for layout in HYBRIDS + ATTENTION], HEADS)
+MORE_HEADS = diagonal([(*layout, True) for layout in HYBRIDS + ATTENTION], HEADS)
 HEAD_RUNS += in_turn(
     [(*layout, False) for layout in ATTENTION], OTHER_HEADS, [1, 7, 64], [0.0, 0.8], every=5
 )
 HEAD_RUNS += in_turn([(*HYBRIDS[0], False)], OTHER_HEADS, [7], [0.8], every=3)
-MORE_HEADS += in_turn([(*layout, True) for layout in HYBRIDS + ATTENTION], OTHER_HEADS, every=5)
+MORE_HEADS += diagonal([(*layout, True) for layout in HYBRIDS + ATTENTION], OTHER_HEADS)
 GEMMA4 = ("gemma4_text", "rows")
 HEAD_RUNS += in_turn([(*GEMMA4, False)], OWN_HEADS, [1, 7, 64], [0.0, 0.8], every=3)
 MORE_HEADS += in_turn([(*GEMMA4, True)], OWN_HEADS)
@@ -252,7 +251,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3 + ON_GEMMA4,
+    diagonal(PAGED, DRAFTERS, [0.0, 0.8]) + ON_QWEN3 + ON_GEMMA4,
 )
 def test_hits(kind: str, name: str, temperature: float) -> None:
     """Every prompt again, alone, when everything is cached: the same tokens, one token of
@@ -296,7 +295,7 @@ def test_more_hits(kind: str, layout: str, rollback: bool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, layout, rollback, name",
-    in_turn([(kind, "rows", True) for kind in PAGED], DRAFTERS) + MORE_RUNS + MORE_HEADS,
+    diagonal([(kind, "rows", True) for kind in PAGED], DRAFTERS) + MORE_RUNS + MORE_HEADS,
 )
 def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Path) -> None:
     """Another process answers the same prompts and goes on with one, from what the first left on
@@ -319,7 +318,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3 + ON_GEMMA4,
+    diagonal(PAGED, DRAFTERS, [0.0, 0.8]) + ON_QWEN3 + ON_GEMMA4,
 )
 def test_preemption(kind: str, name: str, temperature: float) -> None:
     """A pool so small that sequences push each other out and come back."""
@@ -333,8 +332,8 @@ def test_preemption(kind: str, name: str, temperature: float) -> None:
 
 @pytest.mark.parametrize(
     "kind, layout, name, temperature",
-    in_turn([(kind, "rows") for kind in PAGED], DRAFTERS, [0.0, 0.8], every=3)
-    + in_turn(HYBRIDS, ["plain", "lookup"], [0.0, 0.8])
+    diagonal([(kind, "rows") for kind in PAGED], DRAFTERS, [0.0, 0.8])
+    + diagonal(HYBRIDS, ["plain", "lookup"], [0.0, 0.8])
     + in_turn([("qwen3", "rows")], HEADS, [0.0, 0.8], every=3)
     + in_turn([GEMMA4], OWN_HEADS, [0.0, 0.8]),
 )
@@ -379,7 +378,7 @@ def test_profiles(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, name, steps",
-    in_turn(PAGED, ["plain", "chain"], [(range(1, 12, 4),), (range(3, 12, 4),)])
+    diagonal(PAGED, ["plain", "chain"], [(range(1, 12, 4),), (range(3, 12, 4),)])
     + in_turn(["qwen3"], HEADS, [(range(1, 12, 4),), (range(3, 12, 4),)], every=3),
 )
 def test_leavers_change_nothing(kind: str, name: str, steps: range) -> None:
@@ -433,8 +432,8 @@ def test_stop_tokens_cut(name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, layout, name, temperature",
-    in_turn([("qwen3", "rows"), ("llama", "gather")], DRAFTERS, [0.0, 0.8], every=3)
-    + in_turn([("qwen3_5", "rect")], ["plain", "mtp"], [0.8], every=1),
+    diagonal([("qwen3", "rows"), ("llama", "gather")], DRAFTERS, [0.0, 0.8])
+    + in_turn([("qwen3_5", "rect")], ["mtp", "plain"], [0.8]),
 )
 def test_the_loop_guard(kind: str, layout: str, name: str, temperature: float) -> None:
     """Answers end where the tokens alone say so; every other one repeats a token that is

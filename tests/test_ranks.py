@@ -15,7 +15,7 @@ from mlxspec.model.parallel import WORDS, ProcessGroup, join
 from mlxspec.types import UserError
 from tests.support.checkpoints import save
 from tests.support.drafters import OTHER_HEADS
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import in_turn, only
 from tests.support.ranks import Group
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -34,7 +34,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     ranks.close()
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", only(NAMES, 0, 3, 4))
 def test_logits(group: Group, kind: str) -> None:
     """The same bits on each rank, next to those of the whole model; each has its part of the
     weights."""
@@ -55,6 +55,7 @@ def test_batch(
 
 
 @pytest.mark.parametrize("kind, name, temperature", in_turn(ROWS, DRAFTERS, [0.0, 0.8], every=9))
+@pytest.mark.slow
 def test_hits(group: Group, kind: str, name: str, temperature: float) -> None:
     group.call("test_hits", kind, name, temperature)
 
@@ -64,9 +65,8 @@ def test_preemption(group: Group, kind: str, name: str, temperature: float) -> N
     group.call("test_preemption", kind, name, temperature)
 
 
-@pytest.mark.parametrize(
-    "name", ["chain", *(pytest.param(name, marks=SLOW) for name in DRAFTERS[:2])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_recurrent_layers(group: Group, name: str) -> None:
     """Snapshots of states on all ranks: hits from them, states cut at a stop, preemption."""
     group.call("test_more_hits", "qwen3_5", "rect", True, name)
@@ -91,7 +91,7 @@ def test_overlap(group: Group, kind: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how, status", [("killed", -9), ("unreadable", 3), ("killed at layouts", -9)]
+    "how, status", only([("killed", -9), ("unreadable", 3), ("killed at layouts", -9)], 1)
 )
 def test_a_rank_that_is_lost_while_loading(tmp_path: Path, how: str, status: int) -> None:
     """All end at once: the others wait for the arrays that it reads, or its part of sums."""
@@ -105,6 +105,7 @@ def test_a_rank_that_is_lost_while_loading(tmp_path: Path, how: str, status: int
     ranks.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, why",
     [

@@ -413,6 +413,7 @@ def test_what_is_no_http_is_told_why(start: Any, sent: bytes, why: str) -> None:
     assert why in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_body_in_chunks_of_a_byte(start: Any) -> None:
     """It is taken, and others have their turn all the while: a chunk costs more than its byte."""
     place = start()

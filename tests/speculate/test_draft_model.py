@@ -20,7 +20,7 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request
 from tests.support import tiny
 from tests.support.drafters import attach, like, small_model
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import diagonal, in_turn
 
 N = 24
 BLOCK = 8
@@ -120,7 +120,7 @@ KINDS = [(kind, "rows") for kind in ("llama", "qwen3", "gemma3_text", "gpt_oss")
 KINDS += [("llama", "gather"), ("llama", "rect")]
 
 
-@pytest.mark.parametrize("kind, layout, temperature", in_turn(KINDS, [0.0, 0.8], every=3))
+@pytest.mark.parametrize("kind, layout, temperature", diagonal(KINDS, [0.0, 0.8], every=5))
 def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> None:
     """A whole hit, a partial one, a block's end, and neighbours that join."""
     twins = Twins(kind, layout=layout)
@@ -166,7 +166,7 @@ def test_choices_of_one_prompt(temperature: float) -> None:
     twins.all_kept(twins(r))
 
 
-@pytest.mark.parametrize("at, temperature", in_turn([1, 2, 3, 4, 5, 7], [0.0, 0.8]))
+@pytest.mark.parametrize("at, temperature", in_turn([1, 2, 3, 4, 5, 7], [0.0, 0.8], every=4))
 def test_after_an_abort_and_another_admission(at: int, temperature: float) -> None:
     """Blocks change hands with drafts in flight; what the next owner finds there is right."""
     twins = Twins(blocks=14)

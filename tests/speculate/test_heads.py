@@ -172,6 +172,7 @@ def test_as_much_is_accepted_as_by_mlx_vlm(depth: int) -> None:
 SLOW = ("sidecar-poisoned", "embedded", "beside", "raw")  # the same head as the sidecar
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS[:2])
 @pytest.mark.parametrize(
     "packaging", ["sidecar-4bit", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -211,6 +212,7 @@ def greedy_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "sampling_of", lambda *args: replace(own(*args), temperature=0.0))
 
 
+@pytest.mark.slow
 def test_the_targets_noise_pays_where_the_target_is_unsure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

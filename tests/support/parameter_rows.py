@@ -1,7 +1,7 @@
 """Which rows of a table of parameters `make test` runs; `make test-slow` runs them all."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -47,3 +47,24 @@ def diagonal(*axes: list[Any], every: int = 1) -> list[Any]:
         (i % first, *(i // every % length for length in others)) for i in range(0, longest, every)
     }
     return chosen(axes, line.__contains__)
+
+
+def only(values: Iterable[Any], *quick: int) -> list[Any]:
+    """The values as rows, slow but for those at the places `quick`."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else [value]),
+            marks=[] if i in quick else [pytest.mark.slow],
+        )
+        for i, value in enumerate(values)
+    ]
+
+
+def fewer(rows: list[Any], every: int, first: int = 0) -> list[Any]:
+    """The rows, of whose quick ones every `every`-th stays so, from the place `first` on."""
+    quick = [row for row in rows if not row.marks]
+    kept = quick[first::every]
+    return [
+        row if row.marks or row in kept else pytest.param(*row.values, marks=pytest.mark.slow)
+        for row in rows
+    ]

@@ -500,6 +500,7 @@ def test_json_or_a_call(agent: Grammars) -> None:
 HUNGRY = 'start: e\ne: e e | e e e | e e e e | "x" | f f\nf: "(" e ")"'
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_draft_is_only_a_draft(agent: Grammars) -> None:
     """The answer goes on as long as it can by itself, and ends before it holds up others for
     long."""

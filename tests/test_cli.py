@@ -326,6 +326,7 @@ def test_the_help_has_groups() -> None:
     assert {"Address and access", "Drafts and kernels"} < {*titles}
 
 
+@pytest.mark.slow
 def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:
     """The whole chain but launchctl and what it starts: settings, definition, exit status."""
     tool = tmp_path / "launchctl"

@@ -71,8 +71,7 @@ def test_a_conversation_continues_after_a_restart(tmp_path: Path, kind: str) -> 
     disk.close(5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("steps", [5, 40])
+@pytest.mark.parametrize("kind, steps", diagonal(["qwen3", "gemma3_text", "qwen3_next"], [40, 5]))
 def test_what_an_abort_ends_is_kept(tmp_path: Path, kind: str, steps: int) -> None:
     """While its prompt is read, and in the middle of its answer, whose last step is in flight; as a
     stop string or a client that leaves ends it."""

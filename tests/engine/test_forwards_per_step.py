@@ -65,7 +65,7 @@ def counted(e: Engine) -> tuple[list[list[Entry]], list[int]]:
     return plans, calls
 
 
-@pytest.mark.parametrize("kind, layout", only(LAYOUTS, 0, 2, 6))
+@pytest.mark.parametrize("kind, layout", only(LAYOUTS, 0, 6))
 def test_one_forward_for_all_that_decodes(kind: str, layout: Any) -> None:
     told = answers(kind)
     e = tiny.engine(

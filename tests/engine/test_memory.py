@@ -23,7 +23,6 @@ from mlxspec.model.runner import Runner
 from mlxspec.types import MAX_DEPTH, OutOfMemory, Request, Sampling
 from tests.support import tiny
 from tests.support.machines import GIB, MAC, Libc, on_linux, on_mac
-from tests.support.parameter_rows import only
 
 
 def test_macos_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +239,9 @@ def serve(e: Engine, requests: int, vocab: int, longest: int, rng: random.Random
         e.step()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", only(["qwen3", "gemma3_text"], 0))
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
 def test_200_requests_leave_the_process_as_large_as_40(kind: str) -> None:
     e, rng = tiny.engine(tiny.model(kind), blocks=400), random.Random(1)
     serve(e, 40, tiny.VOCAB, 60, rng)

@@ -108,6 +108,7 @@ def test_answers_tried_for_a_head_leave_no_trace(start: Callable[..., tuple[Engi
     e.close(5)
 
 
+@pytest.mark.slow
 def test_a_request_that_arrives_ends_the_measurement(
     start: Callable[..., tuple[Engine, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

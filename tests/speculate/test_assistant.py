@@ -97,7 +97,7 @@ def test_only_tokens_of_the_best_clusters_are_drafted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout, kv_bits, own", diagonal(["gather", "rows"], [8, 0], [True, False])
+    "layout, kv_bits, own", diagonal(["rows", "gather"], [0, 8], [True, False], every=2)
 )
 def test_it_reads_the_pages_of_the_target(layout: Any, kv_bits: int, own: bool) -> None:
     """Quantized ones too, with pools of their own for sliding windows or without; neighbours join."""

@@ -20,7 +20,7 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request
 from tests.support import tiny
 from tests.support.drafters import attach, like, small_model
-from tests.support.parameter_rows import diagonal, in_turn
+from tests.support.parameter_rows import diagonal, in_turn, only
 
 N = 24
 BLOCK = 8
@@ -188,7 +188,7 @@ def test_after_an_abort_and_another_admission(at: int, temperature: float) -> No
         twins.all_kept(twins(tiny.request(name, again, N, temperature=temperature, seed=1)))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", only([0.0, 0.8], 1))
 def test_after_preemption(temperature: float) -> None:
     """A twin is right again after it came back; only what was drafted counts, not how much."""
     twins = Twins(blocks=14)
@@ -219,7 +219,7 @@ def test_a_prompt_is_read_once_and_a_repeated_one_not_again() -> None:
     assert twins.rows - before <= BLOCK + 20 + 2
 
 
-@pytest.mark.parametrize("temperature, noise", in_turn([0.0, 0.8], [0.0, 0.3]))
+@pytest.mark.parametrize("temperature, noise", in_turn([0.0, 0.8], [0.0, 0.3], every=4))
 def test_no_position_is_read_twice_but_one_row_per_blind_round(
     temperature: float, noise: float
 ) -> None:
@@ -254,7 +254,7 @@ def test_a_sequence_without_drafts_is_read_in_steps_and_not_left_far_behind() ->
 
 
 @pytest.mark.parametrize(
-    "width, temperature", in_turn([tiny.VOCAB - 64, tiny.VOCAB + 64], [0.0, 0.8])
+    "width, temperature", in_turn([tiny.VOCAB + 64, tiny.VOCAB - 64], [0.8, 0.0], every=4)
 )
 def test_logits_of_another_width(
     width: int, temperature: float, monkeypatch: pytest.MonkeyPatch

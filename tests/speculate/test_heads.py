@@ -123,6 +123,7 @@ def test_the_engine_drafts_what_a_simulation_drafts(depth: int) -> None:
     assert sum(overlaps) > 0.9 * len(overlaps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_the_first_draft_of_an_answer_is_mlx_vlms(depth: int) -> None:
     """Before anything was drafted, both have read the same hidden states."""

@@ -102,6 +102,7 @@ def test_copies_of_other_versions_go(cache: Path) -> None:
     assert copy.stat().st_size > 1 << 20
 
 
+@pytest.mark.slow
 @linux
 def test_a_cache_that_cannot_be_written_is_done_without(cache: Path, tmp_path: Path) -> None:
     cache.parent.parent.write_text("a file where a directory should be")
@@ -161,6 +162,7 @@ def mac(version: str, chip: str, **env: str) -> str:
     return run(MAC.format(version=version, chip=chip), **env)
 
 
+@pytest.mark.slow
 def test_macos_needs_no_openblas() -> None:
     said = mac("15.7.1", "Apple M1")
     assert "loaded None None" in said and "OpenBLAS" not in said

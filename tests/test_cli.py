@@ -233,6 +233,7 @@ logging.getLogger("uvicorn.error").error("three\n")
     assert text.count("two ") == 2 and text.rstrip().endswith("three")
 
 
+@pytest.mark.slow
 def test_an_error_is_printable(tmp_path: Path) -> None:
     name = tmp_path / "\x1b[2J"
     done = subprocess.run(

@@ -205,8 +205,8 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = N
 @pytest.mark.parametrize(
     "kind, layout, lone, name, budget, temperature",
     rotated(RUNS, [1, 7, 64], [0.0, 0.8])
-    + rotated([(*HALVES, name) for name in DRAFTERS], [1, 7, 64], [0.0, 0.8])
-    + fewer(HEAD_RUNS, 2),
+    + fewer(rotated([(*HALVES, name) for name in DRAFTERS], [1, 7, 64], [0.0, 0.8]), 2)
+    + fewer(HEAD_RUNS, 3),
 )
 def test_batch(
     kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float

@@ -112,7 +112,7 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    "kind, layout, name, budget, temperature", diagonal(PAIRS, [1, 7, 64], [0.0, 0.8], every=5)
+    "kind, layout, name, budget, temperature", diagonal(PAIRS, [1, 7, 64], [0.0, 0.8], every=7)
 )
 def test_batch(kind: str, layout: str, name: str, budget: int, temperature: float) -> None:
     told = truth(kind, layout, temperature)
@@ -126,7 +126,7 @@ def test_batch(kind: str, layout: str, name: str, budget: int, temperature: floa
         assert e.spec_metrics.drafted.total() or name == "liar"
 
 
-@pytest.mark.parametrize("kind, layout, name", diagonal(PAIRS, every=9))
+@pytest.mark.parametrize("kind, layout, name", diagonal(PAIRS, every=13))
 def test_preemption(kind: str, layout: str, name: str) -> None:
     told = truth(kind, layout, 0.8)
     longest = max(len(r.prompt) for r in requests(kind, 0.8).values())
@@ -137,7 +137,7 @@ def test_preemption(kind: str, layout: str, name: str) -> None:
     assert e.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("kind, layout, name", diagonal(PAIRS, every=9))
+@pytest.mark.parametrize("kind, layout, name", diagonal(PAIRS, every=13))
 def test_restart(kind: str, layout: str, name: str, tmp_path: Path) -> None:
     """Another process answers the same prompts from the disk."""
     told = truth(kind, layout, 0.8)

@@ -73,15 +73,14 @@ def test_recurrent_layers(group: Group, name: str) -> None:
     group.call("test_more_kinds", "qwen3_5", "rect", True, name)
 
 
-@pytest.mark.parametrize(
-    "name", ["told", *(pytest.param(name, marks=SLOW) for name in OTHER_HEADS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["told", *OTHER_HEADS])
 def test_heads(group: Group, name: str) -> None:
     """A head is on rank 0 alone; its drafts reach the others on the device."""
     group.call("test_batch", "qwen3", "rows", False, name, 7, 0.8)
 
 
-@pytest.mark.parametrize("kind, layout", [KINDS[0], KINDS[-1]])
+@pytest.mark.parametrize("kind, layout", only([KINDS[0], KINDS[-1]], 0))
 def test_overlap(group: Group, kind: str, layout: str) -> None:
     """A step is told before the one in front of it is read, in one message of fixed size."""
     told = group.call("overlap", kind, layout, 4, 24)

@@ -59,7 +59,7 @@ def passes_of(plan: Plan, layout: str, own_kv: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind, layout", SOME)
-@pytest.mark.parametrize("depth", [3, 0])
+@pytest.mark.parametrize("depth", only([3, 0], 0))
 def test_a_round_is_one_pass_for_each_drafted_token(
     kind: str, layout: Any, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

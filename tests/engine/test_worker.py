@@ -12,7 +12,6 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.worker import Worker
 from mlxspec.types import BACKGROUND, Busy, Dead, ModelInfo, Output, Request, UserError
 from tests.support import tiny
-from tests.support.parameter_rows import only
 
 INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 0, 0, 0)
 
@@ -82,7 +81,8 @@ def test_an_idle_engine_is_checked() -> None:
     assert checked
 
 
-@pytest.mark.parametrize("how, status", only([("raise SystemExit(3)", 3), ("", 0)], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("how, status", [("raise SystemExit(3)", 3), ("", 0)])
 def test_a_program_ends_cleanly_without_stop(how: str, status: int) -> None:
     """A thread that holds MLX while the interpreter ends would abort the process."""
     program = (

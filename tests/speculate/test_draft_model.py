@@ -120,7 +120,7 @@ KINDS = [(kind, "rows") for kind in ("llama", "qwen3", "gemma3_text", "gpt_oss")
 KINDS += [("llama", "gather"), ("llama", "rect")]
 
 
-@pytest.mark.parametrize("kind, layout, temperature", diagonal(KINDS, [0.0, 0.8], every=5))
+@pytest.mark.parametrize("kind, layout, temperature", diagonal(KINDS, [0.0, 0.8], every=6))
 def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> None:
     """A whole hit, a partial one, a block's end, and neighbours that join."""
     twins = Twins(kind, layout=layout)

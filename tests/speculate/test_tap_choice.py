@@ -17,7 +17,6 @@ from tests.heads import packagings, runs
 from tests.heads.packagings import SIDECAR, TARGET
 from tests.support import tiny
 from tests.support.engine_with_head import head_of
-from tests.support.parameter_rows import only
 
 BLOCK = 16
 LAST = 3  # layer
@@ -48,7 +47,8 @@ def pair(root: Path, tap: Tap, seed: int) -> tuple[Path, Path]:
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))]
 
 
-@pytest.mark.parametrize("tap", only([FINAL_NORM, LAST], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("tap", [FINAL_NORM, LAST])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_hidden_state_that_a_head_was_trained_with_is_chosen(
     tap: Tap, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

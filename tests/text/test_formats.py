@@ -203,7 +203,7 @@ def said_under(tokenizer: Any, matcher: Any, rng: Random) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", only(TEMPLATES, *range(0, len(TEMPLATES), 5)))
+@pytest.mark.parametrize("name", only(TEMPLATES, *range(0, len(TEMPLATES), 7)))
 def test_forced_calls_are_read_and_conform(tokenizers: dict[str, Any], name: str) -> None:
     """In the model's own format, whatever the model would say."""
     tokenizer = tokenizers[name]

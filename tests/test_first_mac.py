@@ -49,6 +49,7 @@ def test_what_needs_a_mac_says_so(tmp_path: Path) -> None:
         assert f"== {part}: not on this machine" in told
 
 
+@pytest.mark.slow
 def test_a_model_is_compared_with_mlx_lm(tmp_path: Path) -> None:
     model = save_tokenizer(tmp_path / "home/someone/model")
     save(model, "llama")

@@ -20,7 +20,7 @@ from tests import metalsim
 from tests.support import disk_cache, tiny
 from tests.support.drafters import HEADS, OTHER_HEADS, OWN_HEADS, attach, attach_head, like
 from tests.support.noisy_oracle import NoisyOracle
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import diagonal, in_turn, only
 from tests.support.spoilt import INF, NAN, spoilt_model, with_spoilt
 from tests.test_lossless import BLOCK, requests, same, truth
 
@@ -102,7 +102,7 @@ POOLS = [
 ]
 
 
-@pytest.mark.parametrize("kind, layout, rollback, value", in_turn(POOLS, [NAN, INF, -INF], every=3))
+@pytest.mark.parametrize("kind, layout, rollback, value", in_turn(POOLS, [NAN, INF, -INF], every=9))
 def test_in_each_pool(kind: str, layout: Any, rollback: bool, value: float) -> None:
     """Alternatives of sampling meet them in turn."""
     all_of = requests(0.8 if layout == "rect" else 0.0)
@@ -124,9 +124,13 @@ def test_in_each_pool(kind: str, layout: Any, rollback: bool, value: float) -> N
 
 
 @pytest.mark.parametrize(
-    "kind, layout", [("llama", "rows"), ("gemma3_text", "gather"), ("qwen3_5", "rect")]
+    "kind, layout, dtype",
+    diagonal(
+        [("llama", "rows"), ("gemma3_text", "gather"), ("qwen3_5", "rect")],
+        [mx.bfloat16, mx.float16],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_in_half_precision(kind: str, layout: Any, dtype: mx.Dtype) -> None:
     """Beside one engine that met them, one that did not."""
     all_of = requests(0.8)
@@ -165,7 +169,7 @@ def test_values_that_overflow_reach_nobody_else(kind: str, dtype: mx.Dtype, valu
 ON = {"assistant": ("gemma4_text", "rows"), "model": ("qwen3", "rows"), "mtp": ("qwen3_5", "rect")}
 
 
-@pytest.mark.parametrize("name", [*HEADS[:1], *OTHER_HEADS, *OWN_HEADS, "model"])
+@pytest.mark.parametrize("name", only([*HEADS[:1], *OTHER_HEADS, *OWN_HEADS, "model"], 3, 5, 7))
 def test_in_a_heads_pools(name: str) -> None:
     """What is drafted later is what a head drafts that met none of it, token by token."""
     kind, layout = ON.get(name, ("qwen3", "rows"))
@@ -223,7 +227,7 @@ def saboteur(all_of: dict[str, Request], answers: dict[str, list[int]], bad: int
 DRAFTED = [each for each in POOLS if each[2]]
 
 
-@pytest.mark.parametrize("kind, layout, rollback", DRAFTED)
+@pytest.mark.parametrize("kind, layout, rollback", only(DRAFTED, *range(0, len(DRAFTED), 3)))
 def test_a_draft_that_is_not_finite(kind: str, layout: Any, rollback: bool) -> None:
     """Is rejected like any other: neither the tokens before it nor those after it change."""
     all_of = requests(0.8)
@@ -303,7 +307,8 @@ def test_nothing_of_it_stays_in_the_prefix_cache(kind: str, layout: Any, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "kind, layout", [("qwen3", "rows"), ("gemma3_text", "gather"), ("qwen3_next", "rect")]
+    "kind, layout",
+    only([("qwen3", "rows"), ("gemma3_text", "gather"), ("qwen3_next", "rect")], 0, 2),
 )
 def test_a_client_that_leaves_before_it_is_known(kind: str, layout: Any) -> None:
     all_of = requests(0.8)
@@ -347,6 +352,7 @@ def test_an_embedding(kind: str, layout: Any, pooling: Any) -> None:
         assert (beside[name].embedding == alone[name].embedding).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_by_our_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of theirs write values as they are, and all that is not theirs reads these as finite

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlxspec.model.layout import find_layout
 from mlxspec.sequences import Draft
 from tests.support import tiny
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import diagonal, in_turn
 from tests.support.spans import span
 from tests.test_lossless import (
     BLOCK,
@@ -37,7 +37,7 @@ RUNS += [("deepseek_v3", "gather", False, name) for name in ("plain", "liar", "s
 RUNS += [("gemma2", "gather", True, "liar")]
 
 
-@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS, every=4))
+@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS, every=10))
 def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: int) -> None:
     """As in test_lossless; budgets and temperatures take turns. Then every prompt again, all of it
     cached."""
@@ -60,7 +60,7 @@ def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: in
 
 
 @pytest.mark.parametrize(
-    "kind, name, bits", in_turn(["qwen3", "gemma3_text"], ["plain", "chain"], BITS)
+    "kind, name, bits", diagonal(["qwen3", "gemma3_text"], ["plain", "chain"], BITS)
 )
 def test_preemption(kind: str, name: str, bits: int) -> None:
     kind = f"{kind}:{bits}"
@@ -72,8 +72,7 @@ def test_preemption(kind: str, name: str, bits: int) -> None:
     assert e.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind, bits", diagonal(["llama", "qwen3"], BITS))
 def test_the_truth_is_that_of_mlx_lms_own_quantized_cache(kind: str, bits: int) -> None:
     """It multiplies without unpacking, where it can: no windows, no sinks."""
     group = 32 if tiny.WIDE[kind]["head_dim"] % 64 else 64

@@ -182,6 +182,7 @@ def test_two_ranks_answer_as_one(path: Path, tmp_path: Path) -> None:
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_prompts_on_disk(path: Path, tmp_path: Path) -> None:
     """Each rank saves its part of a prompt and restores it after a restart; where one has lost its
     part, all compute. The prompt takes more blocks than pools have at first."""
@@ -246,7 +247,8 @@ def test_weights_read(tmp_path: Path) -> None:
     assert len(set(said)) == 1
 
 
-@pytest.mark.parametrize("victim", ["other", pytest.param("first", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["other", "first"])
 def test_all_end_with_one(path: Path, tmp_path: Path, victim: str) -> None:
     kill_one(path, tmp_path, victim, 1.0)
 
@@ -348,6 +350,7 @@ def test_two_models(path: Path, tmp_path: Path) -> None:
     assert len(set(told[0])) == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded(path: Path, tmp_path: Path) -> None:
     """Requests for it fail, those for the other model do not; with its files repaired, a load
     command loads it."""
@@ -371,6 +374,7 @@ def test_a_model_that_cannot_be_loaded(path: Path, tmp_path: Path) -> None:
         assert "Traceback" not in server.said and "is gone" not in server.said
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_a_model_loads(path: Path, tmp_path: Path) -> None:
     """It stands still first, so that the load cannot end before."""
     second = save_tokenizer(tmp_path / "second")

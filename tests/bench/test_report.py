@@ -69,6 +69,7 @@ def table(root: Path, rounds: str = "2") -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_pages_are_filled_between_their_marks(root: Path) -> None:
     before = {page: report.BLOCK.split((root / page).read_text("utf-8")) for page in PAGES}
     texts = []

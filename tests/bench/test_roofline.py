@@ -45,6 +45,7 @@ def test_speeds_by_hand() -> None:
     assert speed(made, 100, 0, 3, 2, IDEAL, reached=0.8) == pytest.approx(16)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_its_commands_print(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_the_page_shows_what_its_commands_print(
         assert table and table in page, f"scripts/roofline{line}: the page's table is another"
 
 
+@pytest.mark.slow
 def test_the_pages_show_what_the_table_of_macs_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

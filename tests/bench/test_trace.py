@@ -73,6 +73,7 @@ def test_a_timeline_has_every_step_in_order(tmp_path: Path) -> None:
     assert any(e["name"] == "draft" for e in events)
 
 
+@pytest.mark.slow
 def test_overlap_leaves_no_gap_and_its_lack_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def idle() -> float:
         """The part of the time in which nothing was computed."""

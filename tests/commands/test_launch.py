@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mlxspec.commands.launch import AGENTS
+from tests.support.parameter_rows import only
 
 MODEL = "org/It's a model"
 KEY = "it's a $KEY"
@@ -101,7 +102,7 @@ def given(done: subprocess.CompletedProcess[str]) -> tuple[list[str], dict[str, 
     return found["argv"], found["env"]
 
 
-@pytest.mark.parametrize("name", list(AGENTS))
+@pytest.mark.parametrize("name", only(AGENTS, 0, 2, 3, 7))
 def test_an_agent_is_pointed_at_the_server(name: str, server: Server, env: dict[str, str]) -> None:
     words = ["-p", "say 'hi' $HOME", "--url", "x", "--print", "--", "-- "]
     address = f"http://localhost:{server.server_port}"
@@ -117,7 +118,7 @@ def test_an_agent_is_pointed_at_the_server(name: str, server: Server, env: dict[
     assert list(Path(env["HOME"]).iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["claude", "codex"])
+@pytest.mark.parametrize("name", only(["claude", "codex"], 0))
 def test_the_printed_lines_do_the_same(name: str, env: dict[str, str]) -> None:
     argv, seen = given(launch(env, name, "-p", "it's"))
     shown = launch(env, "--print", name, "-p", "it's")
@@ -184,7 +185,9 @@ def test_another_of_the_served_models(env: dict[str, str]) -> None:
     assert "answered 404: send 'other/model' or 'default'" in why
 
 
-@pytest.mark.parametrize(("context", "told"), [(20_301, True), (40_599, True), (40_600, False)])
+@pytest.mark.parametrize(
+    ("context", "told"), only([(20_301, True), (40_599, True), (40_600, False)], 1)
+)
 def test_a_context_that_the_prompt_nearly_fills(
     server: Server, env: dict[str, str], context: int, told: bool
 ) -> None:
@@ -210,6 +213,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_started(server: Server, env: dict[str, str]) -> None:
     assert "AGENT = 'cloud' is not known; give one of claude, codex, " in refusal(
         launch(env, "cloud")

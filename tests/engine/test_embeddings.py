@@ -14,6 +14,7 @@ from mlxspec.types import InvalidRequest, Output
 from tests.support import tiny
 from tests.support.drafters import attach, attach_head, copies
 from tests.support.noisy_oracle import NoisyOracle
+from tests.support.parameter_rows import diagonal
 
 LAYOUTS = [
     ("qwen3", "rows"),
@@ -56,8 +57,7 @@ def check(kind: str, outputs: Sequence[Output], pooling: str) -> None:
         assert own.dtype == np.float32 and own == pytest.approx(want, abs=2e-3), output.request
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("kind, layout", LAYOUTS)
+@pytest.mark.parametrize("kind, layout, pooling", diagonal(LAYOUTS, ["last", "mean"]))
 def test_equal_to_mlx_lm_beside_an_answer(kind: str, layout: Any, pooling: str) -> None:
     """In chunks, of different lengths, while an answer runs that keeps its tokens."""
     e = tiny.engine(tiny.model(kind), layout=layout, budget=7, lone=layout == "solo")

@@ -171,7 +171,7 @@ def lagging(kind: str) -> Any:
     "kind, layout, lone",
     [
         ("qwen3", "rows", False),
-        ("gemma2", "gather", True),
+        pytest.param("gemma2", "gather", True, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "rows", False, marks=pytest.mark.slow),
         pytest.param("llama", "gather", False, marks=pytest.mark.slow),
         pytest.param("qwen3:4", "rows", False, marks=pytest.mark.slow),

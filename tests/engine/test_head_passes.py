@@ -17,12 +17,13 @@ from tests.support import device_waits, tiny
 from tests.support.drafters import OTHER_HEADS, OWN_HEADS, attach_head
 from tests.support.engine_with_head import BLOCK, SOME, ask, counted, head_of, loud, some, start
 from tests.support.expected_drafts import check, few
+from tests.support.parameter_rows import only
 
 WITH_KV = SOME[:4]  # those whose head has K/V of its own
 
 
 @pytest.mark.parametrize("kind, layout", WITH_KV)
-@pytest.mark.parametrize("block", [BLOCK, 4 * MAX_LAG])
+@pytest.mark.parametrize("block", only([BLOCK, 4 * MAX_LAG], 1))
 def test_a_parked_head_reads_few_and_large_passes(kind: str, layout: Any, block: int) -> None:
     """Of what decodes a block, or MAX_LAG rows; when it drafts again, it has missed nothing."""
     e, drafted = start(kind, layout, parked=True, block=block, blocks=4096 // block)
@@ -58,7 +59,7 @@ def passes_of(plan: Plan, layout: str, own_kv: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind, layout", SOME)
-@pytest.mark.parametrize("depth", [3, 0])
+@pytest.mark.parametrize("depth", only([3, 0], 0))
 def test_a_round_is_one_pass_for_each_drafted_token(
     kind: str, layout: Any, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from mlxspec.types import Output
 from tests.support import disk_cache, tiny
 from tests.support.drafters import attach_head, costs
 from tests.support.engine_with_head import (
+    ATTENTION_ALONE,
     BLOCK,
     LAYOUTS,
     OWN,
@@ -28,11 +29,14 @@ from tests.support.engine_with_head import (
     start,
 )
 from tests.support.expected_drafts import FEW, check, few, recorded
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import chosen, in_turn
 from tests.support.token_grammar import Maze
 
 
-@pytest.mark.parametrize("kind, layout, temperature", in_turn(LAYOUTS, [0.0, 0.8]))
+@pytest.mark.parametrize(
+    "kind, layout, temperature",
+    chosen((LAYOUTS, [0.0, 0.8]), {(2, 0), (3, 1)}.__contains__),
+)
 def test_drafts_of_eight_are_those_of_each_alone(
     kind: str, layout: Any, temperature: float
 ) -> None:
@@ -49,7 +53,7 @@ def test_drafts_of_eight_are_those_of_each_alone(
     assert tried / 20 < kept < tried / 2, "some are right, some wrong"
 
 
-@pytest.mark.parametrize("kind, layout", SOME)
+@pytest.mark.parametrize("kind, layout", ATTENTION_ALONE)
 def test_a_turn_that_continues_an_answer(kind: str, layout: Any) -> None:
     """What is cached ends at each place around the border of a block; then the answer of another,
     that has a token more there, is asked for again."""
@@ -79,7 +83,7 @@ def test_the_same_prompt_again(kind: str, layout: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, layout, length", in_turn(LAYOUTS, [2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 5], every=3)
+    "kind, layout, length", in_turn(LAYOUTS, [2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 5], every=6)
 )
 def test_choices(kind: str, layout: Any, length: int) -> None:
     e, drafted = start(kind, layout)
@@ -91,7 +95,7 @@ def test_choices(kind: str, layout: Any, length: int) -> None:
     assert {d.index for d in drafted} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("kind, layout", SOME)
+@pytest.mark.parametrize("kind, layout", ATTENTION_ALONE)
 def test_preempted_sequences_come_back(kind: str, layout: Any) -> None:
     """They push each other out, with drafts in flight too; then each is asked to go on."""
     e, drafted = start(kind, layout, blocks=12)
@@ -104,7 +108,7 @@ def test_preempted_sequences_come_back(kind: str, layout: Any) -> None:
     assert check(kind, drafted) > 40
 
 
-@pytest.mark.parametrize("kind, layout", SOME)
+@pytest.mark.parametrize("kind, layout", ATTENTION_ALONE)
 def test_sequences_that_end_while_their_next_step_is_in_flight(kind: str, layout: Any) -> None:
     """At a stop, at their last token, by an abort; others take their blocks, or continue them."""
     for steps in (3, 4, 7):
@@ -125,7 +129,7 @@ def test_sequences_that_end_while_their_next_step_is_in_flight(kind: str, layout
         assert check(kind, drafted) > 10
 
 
-@pytest.mark.parametrize("kind, layout", SOME)
+@pytest.mark.parametrize("kind, layout", ATTENTION_ALONE)
 @pytest.mark.parametrize("parked", [False, True])
 def test_answers_that_run_can_be_continued(kind: str, layout: Any, parked: bool) -> None:
     """By another request, which takes the blocks that are full, before the first one is cut off."""
@@ -144,7 +148,7 @@ def test_answers_that_run_can_be_continued(kind: str, layout: Any, parked: bool)
     assert check(kind, drafted) > 2 and "fork" in {d.request.id for d in drafted}
 
 
-TOLD = {("qwen3", 11), ("qwen3_5", 0), ("llama", 14)}  # some that found faults once
+TOLD = {("qwen3", 11), ("llama", 14)}  # some that found faults once
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,7 @@ def test_whatever_happens(kind: str, layout: Any, seed: int) -> None:
     assert check(kind, drafted) > 3 and "last" in {d.request.id for d in drafted}
 
 
-@pytest.mark.parametrize("kind, layout", SOME)
+@pytest.mark.parametrize("kind, layout", ATTENTION_ALONE)
 def test_from_disk(kind: str, layout: Any, tmp_path: Path) -> None:
     """Another process goes on with an answer, for which nothing was drafted as yet; the longest
     prompt ends with a chunk of one token."""
@@ -248,7 +252,7 @@ def logprobs(outputs: list[Output]) -> list[tuple[int, float]]:
     return [(each.token, each.logprob) for o in outputs for each in o.logprobs]
 
 
-@pytest.mark.parametrize("kind, layout", SOME)
+@pytest.mark.parametrize("kind, layout", ATTENTION_ALONE)
 def test_beside_copies(kind: str, layout: Any) -> None:
     """Drafts that others made are in flight, and prompts end in steps of one row."""
     e, drafted = start(kind, layout, budget=5)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxspec.config import Config
@@ -47,6 +48,7 @@ def accepted(drafts: Any, source: str) -> dict[int, tuple[int, int]]:
     return {at: (tried, kept) for name, at, tried, kept in drafts if name == source}
 
 
+@pytest.mark.slow
 def test_tokens_with_quantized_keys_and_values(tmp_path: Path) -> None:
     """At a temperature they are those without a head."""
     found = []
@@ -61,6 +63,7 @@ def test_tokens_with_quantized_keys_and_values(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_several_models_have_heads_of_their_own(tmp_path: Path) -> None:
     """One is loaded at a time, so that they take turns."""
 
@@ -89,6 +92,7 @@ def test_several_models_have_heads_of_their_own(tmp_path: Path) -> None:
         assert sources == {name}, "no other model's head drafted"
 
 
+@pytest.mark.slow
 def test_memory_pressure(tmp_path: Path) -> None:
     """Where it is critical, cached blocks go, with the head's rows in them; answers and drafts go on."""
     e, _ = pair(tmp_path)

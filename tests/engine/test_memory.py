@@ -239,6 +239,7 @@ def serve(e: Engine, requests: int, vocab: int, longest: int, rng: random.Random
         e.step()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
 def test_200_requests_leave_the_process_as_large_as_40(kind: str) -> None:

@@ -16,6 +16,7 @@ from mlxspec.types import Request, Sampling
 from tests.heads import kinds
 from tests.support import tiny
 from tests.support.drafters import costs
+from tests.support.parameter_rows import only
 from tests.support.token_grammar import Maze, budget
 
 LENGTH, VOCAB = 40, 640
@@ -56,7 +57,7 @@ def answers(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     return {r.id: tiny.tokens(outputs, r.id) for r in requests}
 
 
-@pytest.mark.parametrize("kind", PACKAGINGS)
+@pytest.mark.parametrize("kind", only(PACKAGINGS, 2))
 def test_a_mixed_batch_is_as_without_drafts(kind: str, tmp_path: Path) -> None:
     path = kinds.write(kind, PACKAGINGS[kind], tmp_path)
     engine, head = kinds.engine(path, kinds.target_of(kind))

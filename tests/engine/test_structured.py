@@ -20,7 +20,7 @@ from mlxspec.types import MAX_DEPTH, Request
 from tests.support import tiny
 from tests.support.drafters import KINDS, attach, copies, costs, like
 from tests.support.noisy_oracle import NoisyOracle
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import diagonal
 from tests.support.token_grammar import END, MOST, Maze, allowed, budget
 from tests.test_lossless import BLOCK, drafted, prompts
 
@@ -92,7 +92,7 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> None:
             )
 
 
-@pytest.mark.parametrize("name, rows, temperature", in_turn(DRAFTERS, [1, 64], [0.0, 0.8]))
+@pytest.mark.parametrize("name, rows, temperature", diagonal(DRAFTERS, [64, 1], [0.8, 0.0]))
 def test_batch(name: str, rows: int, temperature: float) -> None:
     all_of = requests(temperature)
     e = tiny.engine(model("qwen3"), block=BLOCK, budget=rows)
@@ -110,7 +110,9 @@ def test_batch(name: str, rows: int, temperature: float) -> None:
         assert tried == kept > 0, "what is forced is drafted, and kept"
 
 
-@pytest.mark.parametrize("name, rows, temperature", in_turn(DRAFTERS, [1, 64], [0.0, 0.8], every=3))
+@pytest.mark.parametrize(
+    "name, rows, temperature", diagonal(DRAFTERS, [64, 1], [0.0, 0.8], every=2)
+)
 def test_a_thinking_budget(name: str, rows: int, temperature: float) -> None:
     """Twice: the second time every prompt is cached, and what was said can be copied."""
     all_of = requests(temperature, grammar=budget)
@@ -149,9 +151,9 @@ def test_steps_overlap_until_the_end_of_the_reasoning_is_near() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, layout, lone", [("llama", "gather", False), ("mamba2", "solo", True)]
+    "kind, layout, lone, grammar",
+    diagonal([("llama", "gather", False), ("mamba2", "solo", True)], [Maze, budget]),
 )
-@pytest.mark.parametrize("grammar", [Maze, budget])
 def test_other_layouts(kind: str, layout: str, lone: bool, grammar: Any) -> None:
     all_of = requests(0.8, grammar=grammar)
     e = tiny.engine(model(kind), layout=layout, lone=lone, block=BLOCK)
@@ -163,8 +165,7 @@ def test_other_layouts(kind: str, layout: str, lone: bool, grammar: Any) -> None
     }
 
 
-@pytest.mark.parametrize("name", ["plain", "chain"])
-@pytest.mark.parametrize("grammar", [Maze, budget])
+@pytest.mark.parametrize("name, grammar", diagonal(["plain", "chain"], [Maze, budget]))
 def test_preemption_and_choices(name: str, grammar: Any) -> None:
     all_of = requests(0.8, choices=2, grammar=grammar)
     e = tiny.engine(model("llama"), block=BLOCK, blocks=16)
@@ -180,8 +181,7 @@ def test_preemption_and_choices(name: str, grammar: Any) -> None:
         ]
 
 
-@pytest.mark.parametrize("name", ["plain", "lookup", "chain"])
-@pytest.mark.parametrize("breaks", [0, 1, 4, 9])
+@pytest.mark.parametrize("name, breaks", diagonal(["plain", "lookup", "chain"], [0, 1, 4, 9]))
 def test_a_grammar_that_fails_ends_its_own_choice(name: str, breaks: int) -> None:
     all_of = requests(0.0)
     bad = replace(all_of["long"], grammar=lambda: Maze(breaks))

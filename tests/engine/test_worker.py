@@ -81,6 +81,7 @@ def test_an_idle_engine_is_checked() -> None:
     assert checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how, status", [("raise SystemExit(3)", 3), ("", 0)])
 def test_a_program_ends_cleanly_without_stop(how: str, status: int) -> None:
     """A thread that holds MLX while the interpreter ends would abort the process."""

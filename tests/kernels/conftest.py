@@ -17,21 +17,20 @@ import pytest
 from tests import metalsim
 from tests.kernels.battery import STRICT
 
-SAMPLED = 2  # of a test's parameters; all of them take minutes and are slow tests
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but SAMPLED of a test's simulated parameters as slow: the first and one of the
-    middle, so that a run of every day takes each code path once."""
+    """Mark all but one of a test's simulated parameters as slow, which together take minutes: the
+    first stays in one test, one of the middle in the next, so that a run of every day takes each
+    code path in some."""
     tests = defaultdict(list)
     for item in items:
         if item.path.parent == Path(__file__).parent and not item.get_closest_marker("metal"):
             tests[item.nodeid.partition("[")[0]].append(item)
-    for found in tests.values():
-        kept = found[:: max(1, -(-len(found) // SAMPLED))]
+    for number, found in enumerate(tests.values()):
+        kept = found[number % 2 * (len(found) // 2)]
         for item in found:
-            if item not in kept:
+            if item is not kept:
                 item.add_marker("slow")
 
 

@@ -27,6 +27,7 @@ from tests.support import tiny
 from tests.support.checkpoints import both, save
 from tests.support.engine_with_head import BLOCK, K, head_of, loud, some
 from tests.support.expected_drafts import Drafted, check, few, recorded
+from tests.support.parameter_rows import diagonal, only
 
 settings = partial(Config, cache_gb=0, block_size=BLOCK, kv_blocks=64)
 
@@ -36,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxspec.model.hub.default_cache_dir", lambda: tmp_path / "cache")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("kind", only(["llama", "qwen3_5"], 0))
 def test_the_memory_of_a_head_is_planned(tmp_path: Path, kind: str) -> None:
     target, path = both(tmp_path, kind)
     without, plain = load_engine(target, "tiny", settings())
@@ -54,8 +55,9 @@ def test_the_memory_of_a_head_is_planned(tmp_path: Path, kind: str) -> None:
     assert info.weight_bytes == plain.weight_bytes + own
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("lacks", ["weights", "caches", "caches found late"])
+@pytest.mark.parametrize(
+    "kind, lacks", diagonal(["llama", "qwen3_5"], ["weights", "caches", "caches found late"])
+)
 def test_a_head_that_does_not_fit_is_left_out(
     tmp_path: Path,
     kind: str,
@@ -87,7 +89,7 @@ def test_a_head_that_does_not_fit_is_left_out(
         load_engine(target, "tiny", few_blocks, path)
 
 
-@pytest.mark.parametrize("draft", ["head", "small model"])
+@pytest.mark.parametrize("draft", only(["head", "small model"], 0))
 def test_what_drafts_cost_is_measured_once(
     tmp_path: Path, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,8 +132,7 @@ def serve(target: Path, head: Path | None, **change: Any) -> tuple[list[Drafted]
     return drafted, outputs[-1].cached
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind, inside", diagonal(["llama", "qwen3_5"], [True, False], every=2))
 def test_prompts_on_disk_are_those_of_the_same_head(
     tmp_path: Path, kind: str, inside: bool
 ) -> None:
@@ -153,6 +154,7 @@ def test_prompts_on_disk_are_those_of_the_same_head(
     assert serve(target, draft)[1] == 0
 
 
+@pytest.mark.slow
 def test_prompts_on_disk_are_those_of_the_same_hidden_state(tmp_path: Path) -> None:
     """A later trial, as after an update, may choose another one for the head to read."""
     target, path = both(tmp_path, "qwen3_5")
@@ -167,6 +169,7 @@ def test_prompts_on_disk_are_those_of_the_same_hidden_state(tmp_path: Path) -> N
     assert serve(target, path, **room)[1] == 0
 
 
+@pytest.mark.slow
 def test_a_head_that_cannot_run_leaves_no_name_on_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +181,7 @@ def test_a_head_that_cannot_run_leaves_no_name_on_prompts(
     assert serve(target, path)[1] == 0
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mamba2", "llama"])
+@pytest.mark.parametrize("kind", only(["qwen3", "mamba2", "llama"], 1, 2))
 def test_the_head_of_another_model_is_left_out(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,6 +195,7 @@ def test_the_head_of_another_model_is_left_out(
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 8)
 
 
+@pytest.mark.slow
 def test_a_head_without_a_config_is_used(tmp_path: Path) -> None:
     target, path = both(tmp_path, "qwen3_5")
     (path / "config.json").unlink()

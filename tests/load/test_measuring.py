@@ -81,6 +81,7 @@ def test_a_first_start_serves_at_once_and_drafts_when_it_has_measured(
     e.close(5)
 
 
+@pytest.mark.slow
 def test_a_second_start_has_nothing_to_measure(start: Callable[..., tuple[Engine, Any]]) -> None:
     first, _ = start()
     assert first.offloader is None  # what blocks hold depends on what the head reads
@@ -92,6 +93,7 @@ def test_a_second_start_has_nothing_to_measure(start: Callable[..., tuple[Engine
     second.close(5)
 
 
+@pytest.mark.slow
 def test_answers_tried_for_a_head_leave_no_trace(start: Callable[..., tuple[Engine, Any]]) -> None:
     e, _ = start()
     prompt = list(range(1, 3 * BLOCK))
@@ -106,6 +108,7 @@ def test_answers_tried_for_a_head_leave_no_trace(start: Callable[..., tuple[Engi
     e.close(5)
 
 
+@pytest.mark.slow
 def test_a_request_that_arrives_ends_the_measurement(
     start: Callable[..., tuple[Engine, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

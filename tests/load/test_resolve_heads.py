@@ -270,6 +270,7 @@ def drafting_of(found: resolve.ResolvedModel) -> list[str]:
     return [drafter.name for drafter in engine.proposer.drafters if drafter.lazy]
 
 
+@pytest.mark.slow
 def test_a_running_server_takes_the_head_that_is_there_when_it_loads(tmp_path: Path) -> None:
     """One that was trained since, a better one in its place, none where it was deleted."""
     cache = tmp_path / "cache"

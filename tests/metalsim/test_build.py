@@ -47,6 +47,7 @@ def test_the_entries_used_longest_ago_go(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".new-under-way", "new", "old"]
 
 
+@pytest.mark.slow
 def test_what_every_kernel_needs_is_in_use_while_kernels_are_made(tmp_path: Path) -> None:
     """In a process that makes more than the cache holds."""
     text = """

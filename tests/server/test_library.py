@@ -175,6 +175,7 @@ def test_without_the_hub(made: Library, monkeypatch: pytest.MonkeyPatch) -> None
     assert "cannot be downloaded" in answer.json()["error"] and "network" in answer.json()["error"]
 
 
+@pytest.mark.slow
 def test_what_is_no_model_is_told_in_the_last_line(made: Library, hub: Hub) -> None:
     (hub.repos[NAME] / "config.json").unlink()
     last = made.pull()[-1]

@@ -306,6 +306,7 @@ def test_a_schema_that_cannot_be_honoured(client: OpenAI, anyio_backend: str) ->
     assert caught.value.param == "response_format.json_schema.schema"
 
 
+@pytest.mark.slow
 def test_max_tokens_beyond_the_window_is_clamped(client: OpenAI, anyio_backend: str) -> None:
     answer = ask(client, max_tokens=131_072)
     assert answer.usage.total_tokens == CONTEXT and answer.choices[0].finish_reason == "length"

@@ -331,6 +331,7 @@ def say(client: OpenAI, model: str, text: str) -> str:
     return json.dumps(answer.choices[0].message.model_dump())
 
 
+@pytest.mark.slow
 def test_swaps_under_load_change_no_answer(url: str) -> None:
     """OpenAI's own client, four threads, two models by turns, against what each says when all is
     quiet."""

@@ -26,6 +26,7 @@ from mlxspec.service import crashes
 from mlxspec.service.crashes import SAFE_CRASHES, WINDOW_S
 from tests.service.activator import Activator
 from tests.support import tiny
+from tests.support.parameter_rows import only
 from tests.tiny_tokenizer import save_tokenizer
 
 STATE = "Library/Application Support/mlxspec/crashes.txt"
@@ -160,6 +161,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_request_starts_it_and_crashes_bring_safe_mode(model: Path) -> None:
     """With the same answer in safe mode."""
     file = model / STATE
@@ -192,7 +194,7 @@ def refusal(url: str) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.parametrize("settings", ["prot = 9000", ""])
+@pytest.mark.parametrize("settings", only(["prot = 9000", ""], 0))
 def test_a_server_that_cannot_start_says_why(model: Path, settings: str) -> None:
     """It is no crash, and no loop of restarts."""
     file = model / ".config/mlxspec/config.toml"

@@ -26,6 +26,7 @@ from tests.support.checkpoints import save
 from tests.support.drafters import costs
 from tests.support.engine_with_head import head_of, loud, some
 from tests.support.expected_drafts import TOLERANCE, AssistantChain, Drafted, check, few, recorded
+from tests.support.parameter_rows import diagonal
 
 KIND = "gemma4_text"
 Change = Callable[[Tensors, kinds.Config], None]
@@ -95,9 +96,9 @@ def test_only_tokens_of_the_best_clusters_are_drafted(tmp_path: Path) -> None:
 # ---- what it sees
 
 
-@pytest.mark.parametrize("layout", ["rows", "gather"])
-@pytest.mark.parametrize("kv_bits", [0, 8])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    "layout, kv_bits, own", diagonal(["rows", "gather"], [0, 8], [True, False], every=2)
+)
 def test_it_reads_the_pages_of_the_target(layout: Any, kv_bits: int, own: bool) -> None:
     """Quantized ones too, with pools of their own for sliding windows or without; neighbours join."""
     model = build()

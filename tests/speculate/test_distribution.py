@@ -19,7 +19,7 @@ from mlxspec.types import Request
 from tests.support import tiny
 from tests.support.drafters import attach, copies, like
 from tests.support.noisy_oracle import NoisyOracle
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import diagonal
 
 PROMPT = (5, 6, 7)
 TOKENS = (17, 58, 141, 272)
@@ -150,7 +150,7 @@ def check(kind: str, temperature: float, n: int) -> None:
     assert max(at for _, at, _, kept in drafts if kept) >= 2
 
 
-@pytest.mark.parametrize("kind, temperature", in_turn(DRAFTERS, [0.5, 1.0], every=3))
+@pytest.mark.parametrize("kind, temperature", diagonal(DRAFTERS, [0.5, 1.0], every=5))
 def test_chi_square(kind: str, temperature: float) -> None:
     check(kind, temperature, 1200)
 

@@ -20,7 +20,7 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request
 from tests.support import tiny
 from tests.support.drafters import attach, like, small_model
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import diagonal, in_turn, only
 
 N = 24
 BLOCK = 8
@@ -120,7 +120,7 @@ KINDS = [(kind, "rows") for kind in ("llama", "qwen3", "gemma3_text", "gpt_oss")
 KINDS += [("llama", "gather"), ("llama", "rect")]
 
 
-@pytest.mark.parametrize("kind, layout, temperature", in_turn(KINDS, [0.0, 0.8], every=3))
+@pytest.mark.parametrize("kind, layout, temperature", diagonal(KINDS, [0.0, 0.8], every=6))
 def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> None:
     """A whole hit, a partial one, a block's end, and neighbours that join."""
     twins = Twins(kind, layout=layout)
@@ -166,7 +166,7 @@ def test_choices_of_one_prompt(temperature: float) -> None:
     twins.all_kept(twins(r))
 
 
-@pytest.mark.parametrize("at, temperature", in_turn([1, 2, 3, 4, 5, 7], [0.0, 0.8]))
+@pytest.mark.parametrize("at, temperature", in_turn([1, 2, 3, 4, 5, 7], [0.0, 0.8], every=4))
 def test_after_an_abort_and_another_admission(at: int, temperature: float) -> None:
     """Blocks change hands with drafts in flight; what the next owner finds there is right."""
     twins = Twins(blocks=14)
@@ -188,7 +188,7 @@ def test_after_an_abort_and_another_admission(at: int, temperature: float) -> No
         twins.all_kept(twins(tiny.request(name, again, N, temperature=temperature, seed=1)))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", only([0.0, 0.8], 1))
 def test_after_preemption(temperature: float) -> None:
     """A twin is right again after it came back; only what was drafted counts, not how much."""
     twins = Twins(blocks=14)
@@ -219,7 +219,7 @@ def test_a_prompt_is_read_once_and_a_repeated_one_not_again() -> None:
     assert twins.rows - before <= BLOCK + 20 + 2
 
 
-@pytest.mark.parametrize("temperature, noise", in_turn([0.0, 0.8], [0.0, 0.3]))
+@pytest.mark.parametrize("temperature, noise", in_turn([0.0, 0.8], [0.0, 0.3], every=4))
 def test_no_position_is_read_twice_but_one_row_per_blind_round(
     temperature: float, noise: float
 ) -> None:
@@ -254,7 +254,7 @@ def test_a_sequence_without_drafts_is_read_in_steps_and_not_left_far_behind() ->
 
 
 @pytest.mark.parametrize(
-    "width, temperature", in_turn([tiny.VOCAB - 64, tiny.VOCAB + 64], [0.0, 0.8])
+    "width, temperature", in_turn([tiny.VOCAB + 64, tiny.VOCAB - 64], [0.8, 0.0], every=4)
 )
 def test_logits_of_another_width(
     width: int, temperature: float, monkeypatch: pytest.MonkeyPatch

@@ -391,7 +391,7 @@ def failing(f: Any, calls: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "part, calls, temperature", in_turn(["lm_head", "embed"], [1, 2, 9, 30], [0.0, 0.8])
+    "part, calls, temperature", in_turn(["lm_head", "embed"], [1, 2, 9, 30], [0.0, 0.8], every=5)
 )
 def test_a_head_that_fails_is_dropped(
     part: str, calls: int, temperature: float, caplog: pytest.LogCaptureFixture
@@ -415,6 +415,7 @@ def test_a_head_that_fails_is_dropped(
     assert caplog.text.count("drafting by mtp failed") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_head_that_is_dropped_costs_nothing_more(depth: int, tmp_path: Path) -> None:
     """No hidden states are handed out, a prompt that is known costs a token more than without a

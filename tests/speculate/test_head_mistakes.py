@@ -11,6 +11,7 @@ import pytest
 from tests.heads import kinds, runs
 from tests.heads.kinds import Config, Writer
 from tests.heads.packagings import Tensors
+from tests.support.parameter_rows import only
 
 INNER = "dflash_config"
 EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -72,6 +73,13 @@ MISTAKES: dict[tuple[str, str], Writer] = {
 }
 
 
+QUICK = {
+    ("eagle3", "no_d2t"),
+    ("dflash", "layers_one_late"),
+    ("dflash2", "no_selector"),
+    ("dspark", "slot_one_late"),
+    ("assistant", "no_full_attention"),
+}
 SUBTLE = ("dspark", "layers_one_early")  # which shows on all prompts together
 
 
@@ -89,7 +97,7 @@ def right(kind: str, count: int) -> float:
 
 @pytest.mark.parametrize(
     "kind, mistake",
-    [pytest.param(*each, marks=[pytest.mark.slow] if each == SUBTLE else []) for each in MISTAKES],
+    only(MISTAKES, *(i for i, each in enumerate(MISTAKES) if each in QUICK)),
 )
 def test_mistakes_show(kind: str, mistake: str, tmp_path: Path) -> None:
     """On the same prompts as without the mistake."""

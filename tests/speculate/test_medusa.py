@@ -16,6 +16,7 @@ from mlxspec.speculate.heads.files import find_head
 from tests.heads import kinds, runs
 from tests.heads.kinds import Tensors
 from tests.heads.packagings import FOUR_BITS, quantized
+from tests.support.parameter_rows import diagonal
 
 HEADS, WIDTH, VOCAB = 3, 64, 640
 CONFIG = dict(medusa_num_heads=2, medusa_num_layers=1, base_model_name_or_path="target")
@@ -56,8 +57,7 @@ def save(path: Path, tensors: Tensors) -> Path:
     return kinds.save_head(path, tensors, CONFIG)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("named", [dict, within])
+@pytest.mark.parametrize("blocks, named", diagonal([1, 2], [dict, within]))
 def test_drafts_are_those_of_numpy(blocks: int, named: Any, tmp_path: Path) -> None:
     tensors = heads(blocks)
     path = save(tmp_path, named(tensors))

@@ -47,6 +47,7 @@ def pair(root: Path, tap: Tap, seed: int) -> tuple[Path, Path]:
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tap", [FINAL_NORM, LAST])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_hidden_state_that_a_head_was_trained_with_is_chosen(

@@ -17,6 +17,7 @@ from mlxspec.types import FINAL_NORM, Request, Tap
 from tests.support import tiny
 from tests.support.drafters import costs
 from tests.support.noisy_oracle import NoisyOracle
+from tests.support.parameter_rows import diagonal
 from tests.support.spans import span
 
 PROMPTS = {"long": tuple(range(40, 75)), "fork": (*range(40, 60), 3, 4, 5), "one": (7,)}
@@ -97,8 +98,7 @@ def last_layer(kind: str) -> int:
     return len(tiny.model(kind).model.layers) - 1
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("kind, layout", LAYOUTS)
+@pytest.mark.parametrize("kind, layout, drafts", diagonal(LAYOUTS, [True, False], every=2))
 def test_every_row_is_handed_out(kind: str, layout: Any, drafts: bool) -> None:
     """Chunked prefill, neighbours that join, overlap, drafts, and a hit at the end."""
     taps = (0, last_layer(kind), FINAL_NORM)

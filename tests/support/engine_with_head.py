@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 import mlx.core as mx
-import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate.heads.drafter import HeadDrafter
@@ -13,6 +12,7 @@ from mlxspec.types import Output, Request
 from tests.support import tiny
 from tests.support.drafters import attach_head
 from tests.support.expected_drafts import Drafted, recorded
+from tests.support.parameter_rows import only
 
 BLOCK = 8
 
@@ -30,7 +30,8 @@ OWN = {"gemma4_text": "assistant"}  # the kind of a model's head, where it is no
 
 
 # One hybrid and one model of attention alone in `make test`, all in `make test-slow`.
-SOME = [*LAYOUTS[:2], *(pytest.param(*layout, marks=pytest.mark.slow) for layout in LAYOUTS[2:])]
+SOME = only(LAYOUTS, 0, 1)
+ATTENTION_ALONE = only(LAYOUTS, 1)  # where the row of a hybrid takes seconds
 
 
 def some(n: int, seed: int = 1) -> list[int]:

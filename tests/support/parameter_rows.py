@@ -1,6 +1,7 @@
 """Which rows of a table of parameters `make test` runs; `make test-slow` runs them all."""
 
 import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,15 +20,51 @@ def rotated(first: list[Any], *axes: list[Any]) -> list[Any]:
     return rows
 
 
-def in_turn(*axes: list[Any], every: int = 2) -> list[Any]:
-    """The product of the axes, slow but for every `every`-th row, as on a chessboard: any value of
-    one axis meets those of the others in turn. A row is the values of its axes in one tuple."""
+def chosen(axes: tuple[list[Any], ...], quick: Callable[[tuple[int, ...]], bool]) -> list[Any]:
+    """The product of the axes, slow but for the rows whose places on their axes are `quick`. A row
+    is the values of its axes in one tuple."""
     rows = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
-        values = [axis[i] for axis, i in zip(axes, places, strict=True)]
         row = []
-        for value in values:
-            row += value if isinstance(value, tuple) else [value]
-        marks = [pytest.mark.slow] if sum(places) % every else []
-        rows.append(pytest.param(*row, marks=marks))
+        for axis, i in zip(axes, places, strict=True):
+            row += axis[i] if isinstance(axis[i], tuple) else [axis[i]]
+        rows.append(pytest.param(*row, marks=[] if quick(places) else [pytest.mark.slow]))
     return rows
+
+
+def in_turn(*axes: list[Any], every: int = 2) -> list[Any]:
+    """The product of the axes, slow but for every `every`-th row, as on a chessboard: any value of
+    one axis meets those of the others in turn."""
+    return chosen(axes, lambda places: sum(places) % every == 0)
+
+
+def diagonal(*axes: list[Any], every: int = 1) -> list[Any]:
+    """The product of the axes, slow but for as many rows as the longest axis has values: each value
+    of each axis is in one of them. Of these again every `every`-th."""
+    longest = max(len(axis) for axis in axes)
+    first, *others = (len(axis) for axis in axes)
+    line = {
+        (i % first, *(i // every % length for length in others)) for i in range(0, longest, every)
+    }
+    return chosen(axes, line.__contains__)
+
+
+def only(values: Iterable[Any], *quick: int) -> list[Any]:
+    """The values as rows, slow but for those at the places `quick`."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else [value]),
+            marks=[] if i in quick else [pytest.mark.slow],
+        )
+        for i, value in enumerate(values)
+    ]
+
+
+def fewer(rows: list[Any], every: int, first: int = 0) -> list[Any]:
+    """The rows, of whose quick ones every `every`-th stays so, from the place `first` on."""
+    quick = [row for row in rows if not row.marks]
+    kept = quick[first::every]
+    return [
+        row if row.marks or row in kept else pytest.param(*row.values, marks=pytest.mark.slow)
+        for row in rows
+    ]

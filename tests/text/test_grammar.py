@@ -20,6 +20,7 @@ from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import MAX_BYTES, MAX_COMPILED, MAX_DIGITS, Grammars
 from mlxspec.text.structured.json_schema import json_rule
+from tests.support.parameter_rows import only
 from tests.support.schemas import schemas
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
@@ -264,6 +265,7 @@ def test_a_grammar_that_takes_long_to_compile_is_compiled_once(
     assert ids(other.masks([])[0])
 
 
+@pytest.mark.slow
 def test_a_grammar_that_branches_without_end_does_not_hold_up_others(agent: Grammars) -> None:
     matcher = agent.compile('start: s\ns: s s s | "a" | "b" |', False, "g").result()()
     a = encode(agent.tokenizer, "a", special=False)
@@ -500,6 +502,7 @@ def test_json_or_a_call(agent: Grammars) -> None:
 HUNGRY = 'start: e\ne: e e | e e e | e e e e | "x" | f f\nf: "(" e ")"'
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_draft_is_only_a_draft(agent: Grammars) -> None:
     """The answer goes on as long as it can by itself, and ends before it holds up others for
     long."""
@@ -526,7 +529,7 @@ OTHERS = {  # mlx-lm knows a format by what is in the template
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", only(OTHERS, 0, 2, 5, 7))
 def test_formats_without_rules_have_their_calls_in_json(tmp_path: Path, kind: str) -> None:
     g = made(tmp_path, "{# " + OTHERS[kind] + " #}" + TEMPLATE, ())
     assert g.tokenizer.tool_parser.__module__.endswith(kind)

@@ -396,6 +396,7 @@ kinds = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     st.dictionaries(st.sampled_from(["p", "q-1", "r.s", "t"]), kinds, max_size=4),

@@ -14,6 +14,7 @@ from mlxspec.text.formats import format_of
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.text.structured.thinking import ThinkingBudget
+from tests.support.parameter_rows import in_turn
 from tests.text.test_grammar import VOCAB, ids
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
@@ -93,9 +94,9 @@ def test_masks_of_a_draft_are_those_of_its_tokens(
         other.take([draft[i]])
 
 
-@pytest.mark.parametrize("thinking", [True, None])
-@pytest.mark.parametrize("most", [0, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed, most, thinking", in_turn([0, 1, 2, 3], [0, 3], [True, None], every=3)
+)
 def test_a_grammar_applies_after_the_reasoning(
     agent: Any, thinking: bool | None, most: int, seed: int
 ) -> None:

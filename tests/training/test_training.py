@@ -66,6 +66,7 @@ def assert_equal(one: Trainer, other: Trainer) -> None:
         assert mx.array_equal(x, y), name
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole.safetensors", epochs=3)
     assert whole.done >= 3
@@ -75,6 +76,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_weights(tmp_path: Path) 
     assert_equal(trained(tmp_path / "stopped.safetensors", epochs=3), whole)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_made_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_step_that_was_made_is_not_made_again(
     assert_equal(trained(tmp_path / "stopped.safetensors"), whole)
 
 
+@pytest.mark.slow
 def test_a_state_of_another_training_is_not_used(tmp_path: Path) -> None:
     """Of other samples, or damaged."""
     state = tmp_path / "state.safetensors"

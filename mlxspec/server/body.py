@@ -242,7 +242,7 @@ async def _parsed(http: HttpRequest, kind: type[Body], size: Size) -> tuple[Body
 
 def _reported(ignored: list[str]) -> list[str]:
     """The names that are reported, shortened."""
-    return [name[:64] for name in [*dict.fromkeys(ignored)][:MAX_NAMED]]
+    return [name[:96] for name in [*dict.fromkeys(ignored)][:MAX_NAMED]]
 
 
 async def _read(http: HttpRequest, data: bytearray, size: Size) -> None:

@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from mlxspec.settings import ON_OFF, ConfigError, checked, format_value, limits, option
-from mlxspec.types import UNLIMITED, Sampling
+from mlxspec.types import MAX_PRIORITY, UNLIMITED, Sampling
 
 OF_THE_MODEL = ("context", "draft")
 
@@ -94,6 +94,12 @@ class Profile:
         "System text of a conversation that has none.",
         kind="text",
         type=str,
+    )
+    priority: int | None = option(
+        None,
+        "Who goes first: the lowest.",
+        MAX_PRIORITY,
+        low=-MAX_PRIORITY,
     )
     context: int | None = option(None, "As the setting.", UNLIMITED, kind="tokens")
     draft: str | None = option(

@@ -31,19 +31,10 @@ NAMED = (
     " sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 )
 WORDS = {word: i if i < 20 else 10 * i - 180 for i, word in enumerate(NAMED.split(), 1)}
-WORDS |= {word: i for i, word in enumerate("一二三四五六七八九", 1)}
-SCALES = {
-    "hundred": 100,
-    "thousand": 1000,
-    "k": 1000,
-    "十": 10,
-    "百": 100,
-    "千": 1000,
-    "万": 10_000,
-}
+SCALES = {"hundred": 100, "thousand": 1000, "k": 1000}
 TIMES = {"x", "by", "\u00d7", "*"}  # between the numbers of a shape
 WISH = re.compile(
-    r"(?<![\d.,])(?:\d{1,3}(?:[.,_ ]\d{3})+|\d{1,6})(?![\d.,]*\d)|[一-龥\u00d7*]|[^\W\d_]+|[.;:!?]"
+    r"(?<![\d.,])(?:\d{1,3}(?:[.,_ ]\d{3})+|\d{1,6})(?![\d.,]*\d)|[\u00d7*]|[^\W\d_]+|[.;:!?]"
 )
 # What a tool shows before the text of a line: a file's name, a number, a mark of a quote or change.
 PREFIX = re.compile(r"^(?:\S+:)?[ \t]*L?\d+(?:[→:|.)-]| *│|[ \t])|^[>+-]", re.MULTILINE)
@@ -62,12 +53,14 @@ def asked_repeats(text: str) -> int:
             number += (last or 1) * SCALES[part] - last
         elif part in TIMES and number:
             shape, number = shape * number, 0
+            largest = max(largest, shape)
         elif part not in ("and", "a"):
             if shape > 1 or number not in YEARS:
-                largest = max(largest, shape * max(number, int(shape > 1)))
-            if number or not part[:1].isdigit():
+                largest = max(largest, shape * number)
+            digits = re.sub(r"\D", "", part)
+            if number or not digits:
                 shape = 1
-            number = int(re.sub(r"\D", "", part)) if part[:1].isdigit() else 0
+            number = int(digits or 0)
     return largest
 
 

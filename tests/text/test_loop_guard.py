@@ -124,14 +124,18 @@ COPIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> Any:
+    return load_tokenizer(smollm2)
+
+
 @pytest.mark.parametrize("escaped", [False, True])
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 @pytest.mark.parametrize("name", COPIES)
 def test_lines_may_be_copied_without_what_a_tool_puts_before(
-    smollm2: Path, name: str, ends: str, escaped: bool
+    tokenizer: Any, name: str, ends: str, escaped: bool
 ) -> None:
     """And with other ends, in text and in the arguments of a call; but not for ever."""
-    tokenizer = load_tokenizer(smollm2)
     prompt = f"Write this:\n{COPIES[name]}\nas it is"
     for times in (1, 9):
         text = ends.join(LINES * times) + ends
@@ -151,9 +155,8 @@ ROW = "[" + ", ".join(["0"] * 40) + "],\n"
         ("forty objects", '{"id": 0, "name": "", "on": false, "tags": [], "of": null},\n', 40),
     ],
 )
-def test_rows_that_are_asked_for_by_number(smollm2: Path, wish: str, row: str, count: int) -> None:
-    tokenizer = load_tokenizer(smollm2)
-    for times in (count, 20 * count):
+def test_rows_that_are_asked_for_by_number(tokenizer: Any, wish: str, row: str, count: int) -> None:
+    for times in (count, 9 * count):
         ids = tokenizer.encode(row * times, add_special_tokens=False)
         made = replace(guard(repeats=asked_repeats(wish)), decode=tokenizer.decode)
         assert (END in said(made, ids, most=70_000)) == (times > count)

@@ -27,6 +27,7 @@ from mlxspec.commands.options import (
     server_of,
     with_settings,
 )
+from mlxspec.commands.plain_output import waiting
 from mlxspec.commands.run import run
 from mlxspec.commands.service import menubar, service, status
 from mlxspec.config import load
@@ -49,9 +50,11 @@ app.add_typer(menubar, name="menubar", rich_help_panel=SERVER)
 
 
 def main() -> None:
-    """Run the command in `sys.argv`. What stdout cannot encode is shown as a question mark."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    """Run the command in `sys.argv`. What stdout cannot encode is shown as a question mark, and
+    what stdin has that is no text is read as one."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app(prog_name="mlxspec")
     except (UserError, OSError) as error:
@@ -212,6 +215,8 @@ def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> Non
     """Load or unload a model of the server."""
     server = server_of(url, api_key)
     print(f"{verb}ing {body['model']} ...", file=sys.stderr)
+    with waiting(server[0]), request(*server, "GET", "/v1/models"):
+        pass  # a server answers this at once
     with request(*server, "POST", f"/v1/models/{verb}", body, timeout=LOAD_S) as response:
         done = json.load(response)
         text = f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s"

@@ -8,12 +8,14 @@ its model's table says, unless its own says otherwise, and shares the weights an
 import json
 from collections.abc import Container, Iterable
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from mlxspec.settings import ON_OFF, ConfigError, checked, format_value, limits, option
-from mlxspec.types import UNLIMITED, Sampling
+from mlxspec.types import MAX_PRIORITY, UNLIMITED, Sampling
 
 OF_THE_MODEL = ("context", "draft")
+unset = partial(option, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,81 +25,74 @@ class Profile:
     name: str = ""
     source: str = field(default="", compare=False)
     base: str = ""
-    temperature: float | None = option(
-        None,
+    temperature: float | None = unset(
         "0: greedy.",
         2,
         type=float,
     )
-    top_p: float | None = option(
-        None,
+    top_p: float | None = unset(
         "1: off.",
         1,
         type=float,
     )
-    top_k: int | None = option(
-        None,
+    top_k: int | None = unset(
         "-1 and 0: off.",
         2**31 - 1,
         low=-1,
     )
-    min_p: float | None = option(
-        None,
+    min_p: float | None = unset(
         "0: off.",
         1,
         type=float,
     )
-    repetition_penalty: float | None = option(
-        None,
+    repetition_penalty: float | None = unset(
         "Counts the prompt too; 1: off.",
         10,
         low=0.01,
         type=float,
     )
-    presence_penalty: float | None = option(
-        None,
+    presence_penalty: float | None = unset(
         "0: off.",
         2,
         low=-2,
         type=float,
     )
-    frequency_penalty: float | None = option(
-        None,
+    frequency_penalty: float | None = unset(
         "0: off.",
         2,
         low=-2,
         type=float,
     )
-    seed: int | None = option(None, "For the same answer every time.", 2**63 - 1)
-    max_tokens: int | None = option(
-        None,
+    seed: int | None = unset("For the same answer every time.", 2**63 - 1)
+    max_tokens: int | None = unset(
         "Most tokens of an answer.",
         UNLIMITED,
         low=1,
         kind="tokens",
     )
-    thinking: bool | None = option(
-        None,
+    thinking: bool | None = unset(
         "Reasoning: by the template's `enable_thinking`; where it has none, off ends it where it"
         " begins.",
         choices=ON_OFF,
         type=bool,
     )
-    effort: str | None = option(
-        None,
+    effort: str | None = unset(
         "The template's `reasoning_effort`; where it has none, a thinking budget.",
         kind="word",
         type=str,
     )
-    system: str | None = option(
-        None,
+    system: str | None = unset(
         "System text of a conversation that has none.",
         kind="text",
         type=str,
     )
-    context: int | None = option(None, "As the setting.", UNLIMITED, kind="tokens")
-    draft: str | None = option(
-        None,
+    priority: int | None = unset(
+        "Who goes first: the lowest.",
+        MAX_PRIORITY,
+        low=-MAX_PRIORITY,
+    )
+    context: int | None = unset("As the setting.", UNLIMITED, kind="tokens")
+    draft: str | None = unset(
         "As the setting, for any model.",
         kind="model",
         type=str,

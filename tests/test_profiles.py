@@ -25,6 +25,7 @@ seed = 7
 max_tokens = 4096
 thinking = "off"
 effort = "low"
+priority = 50
 system = '''
 You write code.
 '''
@@ -52,11 +53,12 @@ def test_every_key(tmp_path: Path) -> None:
         max_tokens=4096,
         thinking=False,
         effort="low",
+        priority=50,
         system="You write code.\n",
     )
     assert table.values.keys() | {"context", "draft"} == ROWS.keys()
     assert str(table).startswith("temperature 0.2, top_p 0.9, top_k -1,")
-    assert str(table).endswith("thinking off, effort low, system of 16 characters")
+    assert str(table).endswith("thinking off, effort low, system of 16 characters, priority 50")
 
 
 def test_tables_are_no_setting_of_their_own(tmp_path: Path) -> None:

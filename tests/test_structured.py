@@ -105,7 +105,7 @@ def test_a_call_that_is_asked_for_is_made(served: tuple[Engine, Any]) -> None:
     """Of a model whose template knows no tools, at temperature 1."""
     engine, grammars = served
     t = grammars.tokenizer
-    rules = grammars.rules([grammars.calls(TOOLS, "get_weather", True, "tool_choice")])
+    rules = grammars.rules([grammars.calls(TOOLS, "get_weather", True, "tool_choice").rule()])
     prompt = tuple(render_chat(t, [{"role": "user", "content": "What is the weather in Paris?"}]))
     ends = frozenset(t.eos_token_ids)
     requests = [

@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from threading import Timer
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -22,7 +21,7 @@ import typer
 
 from mlxspec.client import MAX_LINE, STREAM_S, ClientError, request, when_loaded
 from mlxspec.commands.options import Key, Url, server_of
-from mlxspec.commands.plain_output import PlainAnswer, dim, note
+from mlxspec.commands.plain_output import PlainAnswer, dim, note, waiting
 from mlxspec.commands.terminal_input import HISTORY, no_echo, read_messages, split_messages
 from mlxspec.config import load
 from mlxspec.types import Json, printable
@@ -57,7 +56,6 @@ FIELDS = (
     "response_format",
 )
 Pieces = Generator[tuple[str, str], None, None]  # what to show: kind and text
-LATE_S = 2.0  # without an answer until the user is told
 LEAST_S = 0.1  # of an answer whose speed is told
 
 System = Annotated[
@@ -163,18 +161,12 @@ class Chat:
     def use(self, name: str) -> None:
         """Go on with a served model, or begin with the first. Raises ClientError."""
         path = f"/v1/models/{quote(name)}" if name else "/v1/models"
-        late = Timer(LATE_S, note, [f"waiting for {self.server[0]} to answer"])
-        late.start()
-        try:
-            with request(*self.server, "GET", path) as response:
-                info = json.load(response)
-                info = info["data"][0] if "data" in info else info
-                self.model = str(info["id"])
-                self.context = int(info.get("context_window", 0))
-                self.sees = "image" in info.get("input_modalities", ())
-        finally:
-            late.cancel()
-            late.join()  # a process with threads should not fork
+        with waiting(self.server[0]), request(*self.server, "GET", path) as response:
+            info = json.load(response)
+            info = info["data"][0] if "data" in info else info
+            self.model = str(info["id"])
+            self.context = int(info.get("context_window", 0))
+            self.sees = "image" in info.get("input_modalities", ())
 
     def command(self, word: str, rest: str) -> None:
         """Carry out a command that was typed. Raises ClientError."""

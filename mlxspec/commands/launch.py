@@ -18,7 +18,7 @@ import typer
 
 from mlxspec.client import ClientError, request
 from mlxspec.commands.options import Key, KnownName, Url, server_of
-from mlxspec.commands.plain_output import note
+from mlxspec.commands.plain_output import note, waiting
 
 COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
 MAX_OUTPUT = 32_000  # tokens
@@ -94,7 +94,7 @@ def launch(
     if not show and not shutil.which(agent):
         raise ClientError(f"{agent} is not installed; install it with: {entry['install']}")
     server, key = server_of(url, api_key)
-    with request(server, key, "GET", f"/v1/models/{quote(model)}") as response:
+    with waiting(server), request(server, key, "GET", f"/v1/models/{quote(model)}") as response:
         info = json.load(response)
         context = int(info["context_window"])
         sees = "image" in info.get("input_modalities", ())

@@ -3,8 +3,14 @@ stderr."""
 
 import sys
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from shutil import get_terminal_size
 from textwrap import TextWrapper
+from threading import Timer
+
+KEPT = "\n\t\u200c\u200d"  # the last two join letters, or do not
+LATE_S = 2.0  # without an answer until the user is told
 
 
 class PlainAnswer:
@@ -34,8 +40,27 @@ class PlainAnswer:
 
 
 def strip_control(text: str) -> str:
-    """The text without control characters: a model must not control the terminal."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+    """The text without what a model could control the terminal with, hide, or reorder: control and
+    format characters. Joiners stay, which emoji and scripts need, and Arabic's marks of numbers,
+    which are visible."""
+    return "".join(filter(_is_plain, text))
+
+
+def _is_plain(char: str) -> bool:
+    hidden = unicodedata.category(char) in ("Cc", "Cf")
+    return not hidden or char in KEPT or unicodedata.bidirectional(char) == "AN"
+
+
+@contextmanager
+def waiting(url: str) -> Iterator[None]:
+    """While the block takes long, say what it waits for."""
+    late = Timer(LATE_S, note, [f"waiting for {url} to answer"])
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        late.join()  # a process with threads should not fork
 
 
 def dim(text: str) -> str:

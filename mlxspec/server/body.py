@@ -166,6 +166,8 @@ def endpoint(
         try:
             body, http.scope[IGNORED] = await _parsed(http, kind, size)
             model = await state.model(body.model if served else None)
+            if isinstance(body, Queued) and body.priority is None:
+                body.priority = model.profile.priority
             if files := body.content.files:
                 where = "input" if "input" in kind.model_fields else "messages"
                 reading = read_images(model, files, http.scope[IGNORED], where)
@@ -242,7 +244,7 @@ async def _parsed(http: HttpRequest, kind: type[Body], size: Size) -> tuple[Body
 
 def _reported(ignored: list[str]) -> list[str]:
     """The names that are reported, shortened."""
-    return [name[:64] for name in [*dict.fromkeys(ignored)][:MAX_NAMED]]
+    return [name[:96] for name in [*dict.fromkeys(ignored)][:MAX_NAMED]]
 
 
 async def _read(http: HttpRequest, data: bytearray, size: Size) -> None:

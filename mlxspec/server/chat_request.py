@@ -330,13 +330,13 @@ def _grammar(
         return grammars.compile(text, prompt.thinking, form.field)
     name = None if isinstance(choice, str) else choice.full_name
     single = name is not None or not body.parallel_tool_calls
-    texts = []
-    for loose in (False, True):
-        rules = [] if required else [header + json_rule(form.value, form.field)]
-        if calls:
-            rules.append(grammars.calls(talk.tools, name, single, where=form.field, loose=loose))
-        texts.append(grammars.rules(rules))
-    return grammars.compile(texts[0], prompt.thinking, form.field, instead=texts[1])
+    rules, some = [], None
+    if not required:
+        rules.append(header + json_rule(form.value, form.field))
+    if calls:
+        some = grammars.calls(talk.tools, name, single, form.field)
+        rules.append(some.rule())
+    return grammars.compile(grammars.rules(rules), prompt.thinking, form.field, some)
 
 
 def check_ids(model: TextModel, ids: Iterable[int], source: str) -> None:

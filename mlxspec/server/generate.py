@@ -154,7 +154,7 @@ class Generation:
         if self.prepared.grammar:
             future = asyncio.wrap_future(self.prepared.grammar)
             left_out = (await while_connected(http, future)).left_out
-            scope[IGNORED] += [f"tools[].{word}" for word in left_out]
+            scope[IGNORED] += left_out
         server, answers = self.model.server, len(self.prepared.choices)
         size = server.config.max_sequences + server.config.max_queue
         if answers > size:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mlxspec import client
 from mlxspec.cli import app
 from mlxspec.client import ClientError
-from mlxspec.commands import chat
+from mlxspec.commands import chat, plain_output
 from mlxspec.service import status
 from tests.support.bad_values import VALUES
 
@@ -60,7 +60,7 @@ def test_a_server_that_answers_anything(value: str, monkeypatch: pytest.MonkeyPa
             chat.Chat(("http://localhost:1", "")).ask("hello")
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "launch"])
+@pytest.mark.parametrize("command", ["run", "chat", "launch", "load", "stop"])
 def test_a_listener_that_never_answers(
     command: str, monkeypatch: pytest.MonkeyPatch, bare_settings: None
 ) -> None:
@@ -71,13 +71,14 @@ def test_a_listener_that_never_answers(
         seconds.append(timeout)
         return http.client.HTTPConnection(host, port, timeout=timeout / 50)
 
-    assert 1 <= chat.LATE_S <= 3
-    monkeypatch.setattr(chat, "LATE_S", chat.LATE_S / 50)
+    assert 1 <= plain_output.LATE_S <= 3
+    monkeypatch.setattr(plain_output, "LATE_S", plain_output.LATE_S / 50)
     monkeypatch.setitem(client.CONNECTIONS, "http", connect)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        words = {"run": ["tiny", "hello"], "chat": [], "launch": ["--print", "opencode"]}[command]
-        done = CliRunner().invoke(app, [command, "--url", url, *words])
+        words = {"run": ["tiny", "hello"], "chat": [], "launch": ["--print", "opencode"]}
+        given = words.get(command, ["tiny"])
+        done = CliRunner().invoke(app, [command, "--url", url, *given])
         talk = chat.Chat((url, ""))
         with pytest.raises(ClientError, match="has not answered for"):
             talk.ask("hello")
@@ -85,4 +86,4 @@ def test_a_listener_that_never_answers(
     told = str(done.exception)
     assert f"{url} has not answered for 15 s" in told and "another program has the port" in told
     assert seconds == [15, 120]
-    assert (f"waiting for {url} to answer\n" in done.stderr) == (command != "launch")
+    assert f"waiting for {url} to answer\n" in done.stderr

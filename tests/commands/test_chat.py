@@ -250,6 +250,25 @@ def test_a_model_cannot_steer_the_terminal() -> None:
         assert chat(server.url, "x\n").stdout == "a[2Jbc\td\n"
 
 
+def test_a_model_cannot_reorder_or_hide_text() -> None:
+    """But joiners stay, in emoji and in Persian, and so do marks that are visible."""
+    hidden = "a\u202eb\u2066c\u2069d\u200be\ufefff\u2060g\u200eh"
+    shown = "\U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u062e \u06dd"
+    with serving(lambda peer, body: peer.stream(hidden, shown)) as server:
+        assert chat(server.url, "x\n").stdout == f"abcdefgh{shown}\n"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # in C's locale the latter
+def test_a_pipe_that_is_not_utf_8(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{errors}")
+    with serving(echo) as server:
+        done = subprocess.run(
+            command(server.url), input=b"tw\xf6\nthree\n", capture_output=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert [contents(body)[-1] for body in server.bodies] == ["tw\ufffd", "three"]
+
+
 @pytest.mark.parametrize(("encoding", "out"), [("utf-8", "aé水?b\n" * 2), ("ascii", "a???b\n" * 2)])
 def test_what_stdout_cannot_encode_is_replaced(
     encoding: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -165,7 +165,7 @@ def test_formats_and_calls_are_enforced_in_their_channels(oss: tuple[Any, Path])
     g = Grammars(oss[0], VOCAB)
     schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
     rule = g.header_rule("<|channel|>final<|message|>", "f") + json_rule(schema, "f")
-    call = g.calls(TOOLS[:1], None, True, "f")
+    call = g.calls(TOOLS[:1], None, True, "f").rule()
     seen = set()
     for parts, seed in itertools.product(([rule], [call], [rule, call]), range(6)):
         make = g.compile(g.rules(parts), False, "f").result()

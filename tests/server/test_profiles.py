@@ -17,7 +17,7 @@ from mlxspec.config import Config
 from mlxspec.profiles import Profile
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
-from mlxspec.types import UNLIMITED, Served
+from mlxspec.types import BACKGROUND, UNLIMITED, Served
 from tests.server.test_several_models import OTHER
 from tests.server.test_thinking import LEVELS, OPENS
 from tests.support.live import live, tiny_worker
@@ -202,6 +202,20 @@ async def test_answers_are_recorded_for_the_model(s: Server) -> None:
 async def test_a_priority_goes_with_a_profile(s: Server) -> None:
     await s.chat(model="tiny:code", priority=5)
     assert [(r.model, r.priority) for r in s.engine.submitted] == [("tiny", 5)]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_profile_has_a_priority(path: str, tokenizer: Any, model_dir: Path) -> None:
+    """A request's own wins, however it says it."""
+    config = Config(profiles=(Profile("tiny:later", priority=50),))
+    s = server(tokenizer, model_dir, config)
+    body = BODIES[path] | {"model": "tiny:later"}
+    await s.post(path, body)
+    await s.post(path, body | {"priority": 0})
+    await s.post(path, body | {"service_tier": "flex"})
+    await s.post(path, body, headers={"x-mlxspec-priority": "3"})
+    await s.post(path, BODIES[path] | {"model": "tiny"})
+    assert [request.priority for request in s.engine.submitted] == [50, 0, BACKGROUND, 3, 0]
 
 
 # ---- reasoning

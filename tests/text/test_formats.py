@@ -208,7 +208,7 @@ def test_forced_calls_are_read_and_conform(tokenizers: dict[str, Any], name: str
     """In the model's own format, whatever the model would say."""
     tokenizer = tokenizers[name]
     grammars = Grammars(tokenizer, len(tokenizer))
-    lark = grammars.rules([grammars.calls(FORCED, None, False, "tool_choice")])
+    lark = grammars.rules([grammars.calls(FORCED, None, False, "tool_choice").rule()])
     make = grammars.compile(lark, False, "tool_choice").result()
     seen = set()
     for seed in range(20):

@@ -296,7 +296,7 @@ def test_parameters_that_are_no_schema(agent: Grammars, coder: Grammars, paramet
     for g in (agent, coder):
         try:
             g.compile(
-                g.rules([g.calls(some, None, True, "tool_choice")]), False, "tool_choice"
+                g.rules([g.calls(some, None, True, "tool_choice").rule()]), False, "tool_choice"
             ).result()
         except RejectedRequest as error:
             assert error.field == "tool_choice"
@@ -332,10 +332,11 @@ def test_what_parameters_in_tags_do_not_obey_is_named(coder: Grammars) -> None:
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", **kind}}}
         for name, kind in kinds.items()
     ]
-    grammar = coder.compile(
-        coder.rules([coder.calls(some, None, True, "tool_choice")]), False, "tool_choice"
-    ).result()
-    assert set(grammar.left_out) == {"uniqueItems", "if", "then"}
+    calls = coder.calls(some, None, True, "tool_choice")
+    lark = coder.rules([calls.rule()])
+    grammar = coder.compile(lark, False, "tool_choice", calls).result()
+    named = {"tools[one].uniqueItems", "tools[least].if", "tools[least].then"}
+    assert set(grammar.left_out) == named
     del unique["uniqueItems"], least["if"]
     for seed in range(12):
         for name, arguments in called(coder, some, None, True, seed):
@@ -420,7 +421,7 @@ def tools(draw: Any) -> list[Any]:
 
 def called(g: Grammars, some: Any, name: str | None, single: bool, seed: int) -> list[Any]:
     make = g.compile(
-        g.rules([g.calls(some, name, single, "tool_choice")]), False, "tool_choice"
+        g.rules([g.calls(some, name, single, "tool_choice").rule()]), False, "tool_choice"
     ).result()
     tokens = []
     for token in walk(g, make(), random.Random(seed), 60):
@@ -475,10 +476,41 @@ def test_calls_that_cannot_be_asked_for(agent: Grammars) -> None:
             "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
         }
     ]
-    with pytest.raises(RejectedRequest, match=r'tool_choice cannot be honoured: .*"not"'):
-        agent.compile(
-            agent.rules([agent.calls(bad, None, True, "tool_choice")]), False, "tool_choice"
-        ).result()
+    calls = agent.calls(bad, None, True, "tool_choice")
+    why = r'^tools\[f\].parameters cannot be honoured: .*"not".*; leave that out, or strict$'
+    with pytest.raises(RejectedRequest, match=why):
+        agent.compile(agent.rules([calls.rule()]), False, "tool_choice", calls).result()
+
+
+def test_only_the_tool_at_fault_is_freed(agent: Grammars) -> None:
+    held = {"properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    wild: dict[str, Any] = {
+        "reference": {"properties": {"a": {"$ref": "#/gone"}}},
+        "regex": {"patternProperties": {"(": {}}},
+        "type": {"properties": {"a": {"type": "strin"}}},
+    }
+    some = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", **kind}}}
+        for name, kind in [("held", held), *wild.items()]
+    ]
+    calls = agent.calls(some, None, True, "tool_choice")
+    lark = agent.rules([calls.rule()])
+    made = agent.compile(lark, False, "tool_choice", calls).result()
+    assert made.left_out == tuple(f"tools[{name}].parameters" for name in wild)
+    begin = '<tool_call>\n{"name": "held", "arguments": {"n": '
+    matcher = made()
+    matcher.take(encode(agent.tokenizer, begin, special=False))
+    [seven] = encode(agent.tokenizer, "7", special=False)
+    assert ids(matcher.masks([])[0]) == [seven]
+
+
+def test_warnings_of_a_slow_grammar_are_asked_for(agent: Grammars) -> None:
+    names = {f"^a{i}.*x{i}$": {"type": "null"} for i in range(160)}  # takes a second
+    schema = {"type": "object", "patternProperties": names, "properties": {"q": {"not": {}}}}
+    some = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    calls = agent.calls(some, None, True, "tool_choice")
+    made = agent.compile(agent.rules([calls.rule()]), False, "tool_choice", calls).result()
+    assert made.left_out == ("tools[f].not",)
 
 
 def test_json_or_a_call(agent: Grammars) -> None:
@@ -491,7 +523,7 @@ def test_json_or_a_call(agent: Grammars) -> None:
             },
         }
     ]
-    rules = agent.rules([json_rule({"const": 5}, "f"), agent.calls(some, None, True, "f")])
+    rules = agent.rules([json_rule({"const": 5}, "f"), agent.calls(some, None, True, "f").rule()])
     said = {
         text(agent, walk(agent, agent.compile(rules, False, "f").result()(), random.Random(i)))
         for i in range(20)

@@ -415,7 +415,7 @@ def test_calls_are_read_by_their_parsers(
     ]
     for name in ("agent", "coder", "mistral", "mistral_list"):
         g = made[name]
-        make = g.compile(g.rules([g.calls(tools, None, single, "t")]), False, "t").result()
+        make = g.compile(g.rules([g.calls(tools, None, single, "t").rule()]), False, "t").result()
         try:
             text = walk(g, make, seed)
         except TimeoutError:

@@ -110,6 +110,58 @@ def test_a_table_may_be_copied_into_the_arguments_of_a_call(smollm2: Path) -> No
     assert said(other, ids)[-1] == END
 
 
+LINES = ["\t<td>0</td>", "", "    <td>a\\b</td>"] * 60
+CAT = "\n".join(f"{i:6}\t{line}" for i, line in enumerate(LINES, 1))
+COPIES = {
+    "cat -n": CAT,
+    "an arrow": "\n".join(f"{i:6}→{line}" for i, line in enumerate(LINES, 1)),
+    "carriage returns": "\r\n".join(LINES),
+    "opencode": "\n".join(f"{i:05}| {line}" for i, line in enumerate(LINES, 1)),
+    "codex": "\n".join(f"L{i}: {line}" for i, line in enumerate(LINES, 1)),
+    "grep": "\n".join(f"src/a.html:{i}:{line}" for i, line in enumerate(LINES, 1)),
+    "diff": "\n".join(f"+{line}" for line in LINES),
+    "bat": "\n".join(f"{i:4} │ {line}" for i, line in enumerate(LINES, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> Any:
+    return load_tokenizer(smollm2)
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", COPIES)
+def test_lines_may_be_copied_without_what_a_tool_puts_before(
+    tokenizer: Any, name: str, ends: str, escaped: bool
+) -> None:
+    """And with other ends, in text and in the arguments of a call; but not for ever."""
+    prompt = f"Write this:\n{COPIES[name]}\nas it is"
+    for times in (1, 9):
+        text = ends.join(LINES * times) + ends
+        ids = tokenizer.encode(json.dumps(text) if escaped else text, add_special_tokens=False)
+        made = replace(guard(), shown=lambda: prompt, decode=tokenizer.decode)
+        assert (END in said(made, ids, most=20_000)) == (times > 1)
+
+
+ROW = "[" + ", ".join(["0"] * 40) + "],\n"
+
+
+@pytest.mark.parametrize(
+    ("wish", "row", "count"),
+    [
+        ("a 40x40 matrix of zeros", ROW, 40),
+        ("a table of forty rows, all n/a", "| n/a " * 12 + "|\n", 40),
+        ("forty objects", '{"id": 0, "name": "", "on": false, "tags": [], "of": null},\n', 40),
+    ],
+)
+def test_rows_that_are_asked_for_by_number(tokenizer: Any, wish: str, row: str, count: int) -> None:
+    for times in (count, 9 * count):
+        ids = tokenizer.encode(row * times, add_special_tokens=False)
+        made = replace(guard(repeats=asked_repeats(wish)), decode=tokenizer.decode)
+        assert (END in said(made, ids, most=70_000)) == (times > count)
+
+
 def test_what_the_prompt_asks_for_may_repeat() -> None:
     text = "Write 500 zeros, please."
     assert asked_repeats(text) == 500
@@ -126,7 +178,22 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("a 300 x 20 table", 300),
+        ("a 300 x 20 table", 6000),
+        ("a 16x16 matrix of zeros", 256),
+        ("Write a 16 by 16 matrix, in 3 steps", 256),
+        ("an image of 3 \u00d7 28 \u00d7 28", 2352),
+        ("1920x1080 pixels", 1920 * 1080),
+        ("five hundred zeros", 500),
+        ("Twenty-five rows, not twenty", 25),
+        ("two thousand five hundred and one times", 2501),
+        ("a hundred ones and sixteen by sixteen twos", 256),
+        ("5k zeros", 5000),
+        ("1.000 Nullen", 1000),
+        ("2000 zeros", 2000),
+        ("x² and ① of ³", 0),
+        ("5 x " * 200, 5**200),
+        ("3 of 4. By then, 7 by the door", 7),
+        ("buy x and y", 0),
         ("", 0),
         ("no number", 0),
         ("pi is 3.14159", 0),

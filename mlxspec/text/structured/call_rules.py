@@ -8,7 +8,8 @@ as OpenAI's and Anthropic's APIs do.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,9 +17,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.text.control_tokens import any_of
 from mlxspec.text.formats import format_of, layout_of
 from mlxspec.text.layouts import CALL_ID, OTHER, SAME_KEY, Layout
-from mlxspec.text.messages import RejectedRequest, types_of
+from mlxspec.text.messages import RejectedRequest, rejected, types_of
 from mlxspec.text.proof import forces_own_format
-from mlxspec.text.structured.json_schema import LEFT_OUT, json_rule, normalized
+from mlxspec.text.structured.json_schema import (
+    FREED,
+    LEFT_OUT,
+    first_line,
+    json_rule,
+    left_out,
+    normalized,
+)
+from mlxspec.text.structured.trial import Trial
 from mlxspec.types import Json
 
 # Keywords by which an object may have more properties than it lists.
@@ -36,15 +45,55 @@ def is_strict(function: Function) -> bool:
     return bool(function.get("strict"))
 
 
-def call_rules(
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that an answer may have: one of these functions or, unless `single`, several.
+    `heads`: the rules of what precedes the arguments of each in a model whose answers have headers;
+    there an answer has one call."""
+
+    tokenizer: TokenizerWrapper
+    functions: Sequence[Function]
+    single: bool
+    heads: Sequence[str] = ()
+
+    def rule(self, free: Container[str] = ()) -> str:
+        """The Lark rule of the calls as the model writes them, of the tools named in `free` with
+        any arguments. The rules that it refers to follow on further lines. Raises RejectedRequest.
+
+        The output parser parses whatever the rule accepts as that call, with arguments that
+        conform, except numbers too large for a float."""
+        functions = [{"name": f["name"]} if f["name"] in free else f for f in self.functions]
+        if not self.heads:
+            return _call_rules(self.tokenizer, functions, self.single)
+        bodies = [arguments_rule(f) for f in functions]
+        calls = [head + body for head, body in zip(self.heads, bodies, strict=True)]
+        return "\n".join(["body", f"body: {' | '.join(calls)}"])
+
+    def left_out(
+        self, trial: Trial, error: RejectedRequest | None = None
+    ) -> dict[str, tuple[str, ...]]:
+        """The keywords that are not obeyed, by tool, but for strict ones. `error`: why the grammar
+        of all calls failed; FREED then stands for arguments that do not compile. Raises
+        RejectedRequest where a strict tool's do not."""
+        rules = [arguments_rule(function) for function in self.functions]
+        checked = trial.check([f"start: {rule}" for rule in rules])
+        words = {}
+        for function, rule, (failed, told) in zip(self.functions, rules, checked, strict=False):
+            fault = failed and error
+            if not is_strict(function):
+                words[function["name"]] = (FREED,) if fault else left_out(rule, told)
+            elif fault:
+                why = f"cannot be honoured: {first_line(told[0])}; leave that out, or strict"
+                raise rejected(parameters_of(function), why) from error
+        return words
+
+
+def _call_rules(
     tokenizer: TokenizerWrapper,
     functions: Sequence[Function],
     single: bool,
-    where: str,
 ) -> str:
-    """The rule of calls of these functions: one or, unless `single`, several. The rules that it
-    refers to follow on further lines. Raises RejectedRequest, naming the field `where`."""
-    writer = _Rules(tokenizer, where)
+    writer = _Rules(tokenizer)
     native, fallback = (
         format_of(tokenizer).layouts[0],
         layout_of("json_tools"),
@@ -64,24 +113,26 @@ def call_rules(
     return "\n".join([" | ".join(sections), *writer.lines])
 
 
-def arguments_rule(function: Function, where: str) -> str:
+def parameters_of(function: Function) -> str:
+    """Where a request has the schema of a function's arguments, for people."""
+    return f"tools[{function['name']}].parameters"
+
+
+def arguments_rule(function: Function) -> str:
     """The rule of a function's arguments in JSON. Raises RejectedRequest."""
-    try:
-        return _schema_rule(_schema(function), {"type": "object"}, where, is_strict(function))
-    except RejectedRequest as error:
-        name = function["name"]
-        raise RejectedRequest(error.field, f"{error} (of the tool {name!r})") from error
+    return _schema_rule(_schema(function), {"type": "object"}, function)
 
 
-def _schema_rule(schema: Json, free: Json, where: str, strict: bool) -> str:
-    """The rule of a schema in JSON; unless it is `strict`, without what cannot be enforced, or of
-    the schema `free`. Raises RejectedRequest."""
+def _schema_rule(schema: Json, free: Json, function: Function) -> str:
+    """The rule of a schema of a function in JSON; unless that is strict, without what cannot be
+    enforced, or of the schema `free`. Raises RejectedRequest."""
+    where = parameters_of(function)
     try:
-        return json_rule(schema, where, lenient=not strict)
+        return json_rule(schema, where, lenient=not is_strict(function))
     except RejectedRequest:
-        if strict:
+        if is_strict(function):
             raise
-        return json_rule({**free, "$comment": f"{LEFT_OUT}parameters"}, where)
+        return json_rule({**free, "$comment": LEFT_OUT + FREED}, where)
 
 
 def _schema(function: Function) -> Json:
@@ -126,8 +177,8 @@ def _words(schema: Json) -> list[str] | None:
 class _Rules:
     """Writes rules; `lines` has the rules that others refer to."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, where: str) -> None:
-        self._where, self.lines = where, list[str]()
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self.lines = list[str]()
         added = tokenizer.added_tokens_decoder.items()
         self._tokens = {token.content: id for id, token in added if token.content.strip()}
         self._special = {token.content for _, token in added if token.special}
@@ -140,10 +191,10 @@ class _Rules:
         for function in functions:
             name = json.dumps(json.dumps(function["name"], ensure_ascii=False)[1:-1])
             if layout.style == "json":
-                arguments = arguments_rule(function, self._where)
+                arguments = arguments_rule(function)
                 body = f"{self._text(layout.after)} {arguments} {self._text(layout.closes)}"
             else:
-                body = self._parameters(layout, _schema(function), is_strict(function))
+                body = self._parameters(layout, function)
             bodies.append(f"{name} {body}")
         call, more = self._rule(" | ".join(bodies)), ""
         if not single and (layout.start or layout.between) and OTHER not in layout.between:
@@ -151,14 +202,15 @@ class _Rules:
         begin = self._text((layout.opens + layout.before).lstrip())
         return f"{begin} {call} {more} {self._text(layout.ends.rstrip())}"
 
-    def _parameters(self, layout: Layout, schema: Json, strict: bool) -> str:
+    def _parameters(self, layout: Layout, function: Function) -> str:
         """The rule after the name of a call with parameters, which come in the order of the schema:
         `rest` after a parameter, `first` before all."""
+        schema = _schema(function)
         rest = first = '""'
         for name, value_schema in reversed(schema.get("properties", {}).items()):
             key, value = (
                 layout.key + name,
-                self._value(layout, value_schema, name, strict),
+                self._value(layout, value_schema, name, function),
             )
             alone = f"{self._text(key, value[0])} {value[1]} {rest}"
             after = f"{self._text(layout.separator + key, value[0])} {value[1]} {rest}"
@@ -174,7 +226,7 @@ class _Rules:
         layout: Layout,
         schema: Json,
         name: str,
-        strict: bool,
+        function: Function,
     ) -> tuple[str, str]:
         """The text before a value, and the rule of the value by its schema and its closing text."""
         types, words = types_of(schema), _words(schema)
@@ -192,7 +244,7 @@ class _Rules:
             return text.opens, self._rule(
                 f"({choices}) {self._text(text.closes.replace(SAME_KEY, name))}"
             )
-        rule = _schema_rule(schema, {}, self._where, strict)
+        rule = _schema_rule(schema, {}, function)
         if types == {"boolean"} and schema.keys() <= FREE:
             rule = f'("{layout.true}" | "{"False" if layout.true == "True" else "false"}")'
         return other.opens, self._rule(f"{rule} {self._text(other.closes.replace(SAME_KEY, name))}")

@@ -20,8 +20,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_headers, is_harmony
 from mlxspec.text.messages import RejectedRequest, Tools, rejected
-from mlxspec.text.structured.call_rules import arguments_rule, call_rules, is_strict, regex_of
-from mlxspec.text.structured.json_schema import LENIENT, first_line, left_out
+from mlxspec.text.structured.call_rules import Calls, regex_of
+from mlxspec.text.structured.json_schema import FREED, first_line
 from mlxspec.text.structured.trial import Trial, new_matcher, warm_error
 
 MAX_COMPILED = 32  # grammars in the cache
@@ -70,27 +70,15 @@ class Grammars:
         name: str | None,
         single: bool,
         where: str,
-        loose: bool = False,
-    ) -> str:
-        """The Lark rule of calls of these tools, or only of the tool `name`, as the model writes
-        them. The rules that it refers to follow on further lines. If answers have headers, an
-        answer has one call. `loose`: with any arguments, unless a tool is strict.
-
-        The output parser parses whatever the rule accepts as that call, with arguments that
-        conform, except numbers too large for a float."""
+    ) -> Calls:
+        """The calls of these tools, or only of the tool `name`."""
         functions = [tool["function"] for tool in tools]
         functions = [f for f in functions if not name or f["name"] == name]
         if not functions:
             wanted = name or "a call"
             raise rejected(where, f"asks for {wanted}, which is not in tools; send it there")
-        if loose:
-            functions = [f if is_strict(f) else {"name": f["name"]} for f in functions]
-        if not has_headers(self.tokenizer):
-            return call_rules(self.tokenizer, functions, single, where)
         heads = [self.header_rule(FUNCTION_CALL % f["name"], where) for f in functions]
-        bodies = [arguments_rule(f, where) for f in functions]
-        calls = [head + body for head, body in zip(heads, bodies, strict=True)]
-        return "\n".join(["body", f"body: {' | '.join(calls)}"])
+        return Calls(self.tokenizer, functions, single, [head for head in heads if head])
 
     def header_rule(self, text: str, where: str) -> str:
         """The rule for a message's header `text` in Harmony; "" for a model whose answers have no
@@ -113,18 +101,14 @@ class Grammars:
         lark: str,
         thinking: bool | None,
         where: str,
-        instead: str = "",
+        calls: Calls | None = None,
     ) -> Future["CompiledGrammar"]:
-        """A future for what makes a matcher for each answer, by the grammar `instead` if `lark` is
-        not accepted. `thinking`: the prompt has opened the reasoning; None: the answer
-        may open it."""
-        if len(lark) > MAX_BYTES and instead:
-            lark, instead = instead, ""
-        if len(lark) > MAX_BYTES:
-            raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
+        """A future for what makes a matcher for each answer. If `lark` is not accepted, the `calls`
+        in it that are at fault, and not strict, may have any arguments. `thinking`: the prompt has
+        opened the reasoning; None: the answer may open it."""
         grammar = self._cached(lark, thinking)
         if not grammar:
-            return self._threads.submit(self._compile, lark, thinking, where, instead)
+            return self._threads.submit(self._compile, lark, thinking, where, calls)
         done: Future[CompiledGrammar] = Future()
         done.set_result(grammar)
         return done
@@ -140,19 +124,30 @@ class Grammars:
             return replace(grammar, matcher=grammar.matcher.deep_copy())
 
     def _compile(
-        self, lark: str, thinking: bool | None, where: str, instead: str
+        self, lark: str, thinking: bool | None, where: str, calls: Calls | None
     ) -> "CompiledGrammar":
         if made := self._cached(lark, thinking):  # another request compiled it
             return made
         with self._building:
             self._vocabulary = self._vocabulary or self._read_vocabulary(where)
+        vocabulary = self._vocabulary
         try:
-            grammar = self._vocabulary.compile(lark, thinking, where)
-        except RejectedRequest:
-            if not instead:
+            grammar = vocabulary.compile(lark, thinking, where)
+            words = calls.left_out(vocabulary.trial) if calls else {}
+        except RejectedRequest as error:
+            if not calls:
                 raise
-            grammar = self._vocabulary.compile(instead, thinking, where)
-            grammar = replace(grammar, left_out=("parameters",))
+            words = calls.left_out(vocabulary.trial, error)
+            free = [name for name, some in words.items() if FREED in some]
+            rule = calls.rule()
+            try:
+                grammar = vocabulary.compile(lark.replace(rule, calls.rule(free)), thinking, where)
+            except RejectedRequest:
+                words = dict.fromkeys(words, (FREED,))
+                text = lark.replace(rule, calls.rule(words))
+                grammar = vocabulary.compile(text, thinking, where)
+        named = [f"tools[{name[:64]}].{word}" for name, some in words.items() for word in some]
+        grammar = replace(grammar, left_out=tuple(named))
         with self._lock:
             self._compiled[lark, thinking] = grammar
             while sum(other.size for other in self._compiled.values()) > MAX_CACHED:
@@ -186,7 +181,7 @@ class Vocabulary:
         backend.no_truncation()
         text = backend.to_str()  # with the added tokens, unlike tokenizer.json
         self.inner = LLTokenizer(text, eos_token=self._eos)
-        self._trial = Trial(text, self._eos)
+        self.trial = Trial(text, self._eos)
         self.size = -(-vocab // 8)  # of a mask, in bytes
         self.all_tokens = (1 << min(self.inner.vocab_size, vocab)) - 1
         self.ends = _bits(ends)
@@ -228,16 +223,17 @@ class Vocabulary:
 
     def compile(self, lark: str, thinking: bool | None, where: str) -> "CompiledGrammar":
         """Compile a grammar, after a trial. Raises RejectedRequest for the field `where`."""
+        if len(lark) > MAX_BYTES:
+            raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
         seconds, size = 0.0, LEAST_SIZE
         for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
             whole = self._whole(lark, before)
-            cpu, memory, problem, warnings = self._trial.run(whole, LENIENT in lark)
+            cpu, memory, problem = self.trial.run(whole)
             if problem:
                 raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
             seconds, size = seconds + cpu, max(size, memory)
         recompile = partial(new_matcher, self.inner, whole)
-        words = left_out(lark, warnings)
-        return CompiledGrammar(recompile(), recompile, self, seconds < RESTART_S, size, words)
+        return CompiledGrammar(recompile(), recompile, self, seconds < RESTART_S, size)
 
     def _whole(self, lark: str, thinking: bool | None) -> str:
         """A grammar with the reasoning before it, in llguidance's format."""
@@ -251,8 +247,8 @@ class Vocabulary:
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar; the matchers of answers are copies of `matcher`. `recompile` compiles it again,
-    while answers run only if that is `quick`: it delays all of them. `left_out`: keywords of
-    schemas that it does not enforce."""
+    while answers run only if that is `quick`: it delays all of them. `left_out`: paths of the
+    keywords that it does not enforce."""
 
     matcher: LLMatcher
     recompile: Callable[[], LLMatcher]

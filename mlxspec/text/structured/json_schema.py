@@ -34,8 +34,8 @@ STYLE = {
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
-LENIENT = '"lenient": true'  # in a rule that may leave out keywords
 LEFT_OUT = "mlxspec leaves out: "  # in a comment of a rule's schema
+FREED = "parameters"  # the word for all keywords of a schema
 CAPITALS = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
 KEPT = {"const", "default"}  # keywords that may be null
 DATA = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
@@ -49,9 +49,16 @@ def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
     cannot be enforced. Raises RejectedRequest, naming the field `where`."""
     checked = checked_schema(schema, where)
     for node in _schemas(checked) if lenient else ():
+        words = []
         if LOOKS_AROUND.search(str(node.get("pattern", ""))):
-            del node["pattern"]
-            node["$comment"] = f"{LEFT_OUT}pattern"
+            words = ["pattern"]
+        names = node.get("patternProperties")
+        if isinstance(names, dict) and any(map(LOOKS_AROUND.search, names)):
+            # The names that the patterns allow must stay possible.
+            words += {"patternProperties", "additionalProperties"} & node.keys()
+        for word in words:
+            del node[word]
+            node["$comment"] = LEFT_OUT + " ".join(sorted(words))
     return f"%json {json.dumps({**checked, 'x-guidance': {**STYLE, 'lenient': lenient}})}"
 
 
@@ -110,7 +117,7 @@ def _schemas(schema: Any) -> Iterator[Json]:
 def left_out(lark: str, warnings: list[str]) -> tuple[str, ...]:
     """The keywords that a lenient rule does not enforce, by its own comments and by llguidance's
     warnings."""
-    words = re.findall(rf'"{LEFT_OUT}(\w+)"', lark)
+    words = " ".join(re.findall(rf'"{LEFT_OUT}([\w ]+)"', lark)).split()
     for warning in warnings:
         words += re.findall(r'"([^"]+)"', warning) or re.findall("oneOf|format", warning)[:1]
     return tuple(dict.fromkeys(words))

@@ -22,19 +22,46 @@ MAX_PERIOD = 400  # tokens
 LEAST, REPEATS = 200, 4  # tokens and periods of a loop
 SURE, MORE_REPEATS = 1000, 12  # one of these too: Python's own sources repeat 87 tokens for 852
 WINDOW = 100  # tokens; more than may be in flight or drafted at once
-MAX_LISTED = 32  # tokens of what a message asks for several times
+MAX_LISTED = 32  # different tokens of what a message asks for several times
 MAX_ASKED = 8000  # tokens of what it asks for
-YEARS = range(1900, 2100)  # which are no number of repetitions
+YEARS = {*range(1901, 2000), *range(2001, 2100)}  # which are no number of repetitions
 MAX_WISH = 1000  # characters of a message that names a number of repetitions
+NAMED = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
+)
+WORDS = {word: i if i < 20 else 10 * i - 180 for i, word in enumerate(NAMED.split(), 1)}
+SCALES = {"hundred": 100, "thousand": 1000, "k": 1000}
+TIMES = {"x", "by", "\u00d7", "*"}  # between the numbers of a shape
+WISH = re.compile(
+    r"(?<![\d.,])(?:\d{1,3}(?:[.,_ ]\d{3})+|\d{1,6})(?![\d.,]*\d)|[\u00d7*]|[^\W\d_]+|[.;:!?]"
+)
+# What a tool shows before the text of a line: a file's name, a number, a mark of a quote or change.
+PREFIX = re.compile(r"^(?:\S+:)?[ \t]*L?\d+(?:[→:|.)-]| *│|[ \t])|^[>+-]", re.MULTILINE)
 
 
 def asked_repeats(text: str) -> int:
-    """The largest number in a short message, as in "write 1,000 zeros"."""
-    if len(text) > MAX_WISH:
-        return 0
-    found = re.findall(r"(?<![\d.,])(?:\d{1,3}(?:,\d{3})+|\d{1,6})(?![\d.,]*\d)", text)
-    numbers = {int(number.replace(",", "")) for number in found}
-    return max(numbers.difference(YEARS), default=0)
+    """The largest number in a short message, as in "write 1,000 zeros" and "five hundred zeros",
+    or the product of a shape, as in "16x16"."""
+    largest = number = 0
+    shape, parts = 1, WISH.findall(text.lower()) if len(text) <= MAX_WISH else []
+    for part in [*parts, ""]:
+        if part in WORDS:
+            number += WORDS[part]
+        elif part in SCALES:
+            last = number % SCALES[part]
+            number += (last or 1) * SCALES[part] - last
+        elif part in TIMES and number:
+            shape, number = shape * number, 0
+            largest = max(largest, shape)
+        elif part not in ("and", "a"):
+            if shape > 1 or number not in YEARS:
+                largest = max(largest, shape * number)
+            digits = re.sub(r"\D", "", part)
+            if number or not digits:
+                shape = 1
+            number = int(digits or 0)
+    return largest
 
 
 def tokens_of_loop(period: int) -> int:
@@ -81,6 +108,24 @@ def _longest_run(shown: str, repeated: str) -> int:
     return longest
 
 
+def _turned(cycle: str, at: int) -> str:
+    return cycle[at:] + cycle[:at]
+
+
+def _plain_lines(text: str) -> str:
+    """The text without white space at both ends of its lines."""
+    return "\n".join(line.strip() for line in text.split("\n"))
+
+
+def _unescaped(cycle: str) -> str:
+    """What is repeated, if it may be the text of a JSON string."""
+    found = re.search(r"(?<=[^\\])\\", cycle[-1:] + cycle)
+    try:
+        return str(json.loads(f'"{_turned(cycle, found.start() - 1)}"')) if found else cycle
+    except ValueError:
+        return cycle
+
+
 def _characters(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
@@ -108,7 +153,7 @@ class LoopGuard:
     _since: int = 0  # where the text begins that may hold the next loop
     _near: bool = False  # whether a loop may be complete after this window
     _loop: str = ""  # the text of the loop that ends the answer
-    _shown: list[str] = field(default_factory=list)  # plain, and as JSON
+    _shown: list[str] = field(default_factory=list)  # as it is, and plainer
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
@@ -165,15 +210,19 @@ class LoopGuard:
     def _is_wanted(self, recent: Sequence[int], period: int) -> bool:
         """Whether the client repeats it as long, or asks for as many repetitions."""
         run = _run(np.array(recent), period)
-        if period <= MAX_LISTED and run <= min(MAX_ASKED, self.repeats * period):
+        kinds = len({*recent[-period:]})
+        if kinds <= MAX_LISTED and run <= min(MAX_ASKED, self.repeats * period):
             return True
         if not self._shown:
             text = self.shown()
-            # In the arguments of a call a copy is the text of a JSON string.
-            self._shown = [text, json.dumps(text, ensure_ascii=False)]
+            self._shown = [text, _plain_lines(text), _plain_lines(PREFIX.sub("", text))]
         # The period as text, from the middle of what repeats: decoding may change the first token.
         three, two = (self.decode([*recent[-n * period :]]) for n in (3, 2))
         length = len(three) - len(two)
         cycle = three[length : 2 * length]
-        shown = max(_longest_run(text, cycle) for text in self._shown)
-        return run < tokens_of_loop(period) + shown * period / max(1, length)
+        copied = 0.0  # periods
+        for plain in (cycle, _unescaped(cycle)):  # of a call's arguments
+            for form in (plain, _plain_lines(_turned(plain, plain.find("\n") + 1))):
+                longest = max(_longest_run(text, form) for text in self._shown)
+                copied = max(copied, longest / max(1, len(form)))
+        return run < tokens_of_loop(period) + copied * period

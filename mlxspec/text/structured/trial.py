@@ -52,6 +52,12 @@ def warm_error(matcher: LLMatcher) -> str:
     return str(matcher.get_error())
 
 
+def too_much() -> str:
+    """The error of what exceeds the limits."""
+    limits = f"{MAX_CPU_S} s or {MAX_MEMORY >> 20} MiB"
+    return f"compiling it takes more than {limits}, or too deep a stack"
+
+
 class Trial:
     """Tries grammars for one tokenizer, `vocabulary` in the JSON of Hugging Face's tokenizers with
     the end tokens `eos`. Thread-safe."""
@@ -62,10 +68,19 @@ class Trial:
         self._control: socket.socket | None = None  # to the process
         self._end: Callable[[], object] = lambda: None
 
-    def run(self, grammar: str, warn: bool) -> tuple[float, int, str, list[str]]:
-        """The CPU seconds and the bytes that a grammar takes to compile, why it cannot be used, ""
-        if it can, and with `warn` llguidance's warnings, unless it is a slow one. Raises
-        RuntimeError if the process cannot be started."""
+    def run(self, grammar: str) -> tuple[float, int, str]:
+        """The CPU seconds and the bytes that a grammar takes to compile, and why it cannot be used,
+        "" if it can. Raises RuntimeError if the process cannot be started."""
+        [[seconds, size, why], *_] = [*self._ask([grammar], False), [MAX_CPU_S, 0, too_much()]]
+        return seconds, size, why
+
+    def check(self, grammars: list[str]) -> list[tuple[bool, list[str]]]:
+        """Of each grammar whether it cannot be compiled, and the error or llguidance's warnings. If
+        they exceed the limits together, nothing is known of those after. Raises RuntimeError as
+        `run`."""
+        return [*self._ask(grammars, True), (True, [too_much()])][: len(grammars)]
+
+    def _ask(self, grammars: list[str], check: bool) -> list[Any]:
         ours, theirs = socket.socketpair()
         ours.settimeout(2 * MAX_S)
         answer = b""
@@ -73,14 +88,10 @@ class Trial:
             with theirs, self._lock:
                 self._hand_over(theirs)
             with suppress(OSError):  # the fork has ended
-                ours.sendall(json.dumps([grammar, warn]).encode())
+                ours.sendall(json.dumps([grammars, check]).encode())
                 ours.shutdown(socket.SHUT_WR)
                 answer = _read(ours)
-        if not answer:
-            limits = f"{MAX_CPU_S} s or {MAX_MEMORY >> 20} MiB"
-            return MAX_CPU_S, 0, f"compiling it takes more than {limits}, or too deep a stack", []
-        seconds, size, why, warnings = json.loads(answer)
-        return seconds, size, why, warnings
+        return list(json.loads(answer or "[]"))
 
     def _hand_over(self, theirs: socket.socket) -> None:
         """Send one end of a pair to the process, after starting it if there is none or it has
@@ -133,29 +144,34 @@ def main() -> None:
 
 
 def _try(tokenizer: LLTokenizer, client: socket.socket) -> None:
-    """Compile the grammar that a socket sends, answer, and exit; no answer beyond the limits."""
+    """Compile the grammars that a socket sends, answer, and exit; beyond the limits the answer has
+    only those before, or there is none."""
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     signal.alarm(MAX_S)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keeps panics out of the server's log
-    (grammar, warn), memory = json.loads(_read(client)), _peak()
+    (grammars, check), memory = json.loads(_read(client)), _peak()
     results: list[Any] = []
 
     def work() -> None:
-        matcher = new_matcher(tokenizer, grammar)
-        why = warm_error(matcher)
-        took, size = time.process_time(), _peak() - memory  # of this fork alone
-        results.append([took, size, why, []])
-        if warn and not why and took < MAX_CPU_S / 4:  # they take as long again
-            told = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)
-            results[0][-1] = told[1]
+        for one in grammars:
+            if check:
+                told = LLMatcher.validate_grammar_with_warnings(one, tokenizer, limits=LIMITS)
+                results.append(told)
+            else:
+                why = warm_error(new_matcher(tokenizer, one))
+                # Of this fork alone.
+                results.append([time.process_time(), _peak() - memory, why])
 
     threading.stack_size(STACK)
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
-    while worker.is_alive() and _peak() - memory < MAX_MEMORY:
+    while (
+        worker.is_alive()
+        and _peak() - memory < MAX_MEMORY
+        and time.process_time() < MAX_CPU_S - 5 * WATCH_S
+    ):
         worker.join(WATCH_S)
-    if results:
-        client.sendall(json.dumps(results[0]).encode())
+    client.sendall(json.dumps(results).encode())
     os._exit(0)
 
 

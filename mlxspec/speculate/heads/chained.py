@@ -42,11 +42,13 @@ class ChainedPass(Pass):
         out = self._forward(rows)[rows.newest(chain.shift)]
         chain.sample_next(self.head.lm_head(out))
         self.view.beside = defaultdict(list)
-        while chain.spans:
-            drafted = HeadInput(chain.spans, chain.tokens, out[: len(chain.spans)])
-            out = self._forward(drafted, chain.shift)
-            chain.sample_next(self.head.lm_head(out))
-        self.view.beside = None
+        try:
+            while chain.spans:
+                drafted = HeadInput(chain.spans, chain.tokens, out[: len(chain.spans)])
+                out = self._forward(drafted, chain.shift)
+                chain.sample_next(self.head.lm_head(out))
+        finally:
+            self.view.beside = None
 
     def _forward(self, rows: HeadInput, shift: Shift = None) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that

@@ -332,8 +332,10 @@ def test_no_call_is_larger_than_was_tried(
         assert {n: told(outputs, n) for n in all_of} == truth
 
 
-def verdict(chip: str, kind: str, numbers: str, layout: str = "rows") -> Exactness:
-    choice = LayoutChoice(layout, True, False, CacheBytes(), tiny.VOCAB)
+def verdict(
+    chip: str, kind: str, numbers: str, layout: str = "rows", rollback: bool = True
+) -> Exactness:
+    choice = LayoutChoice(layout, True, False, CacheBytes(), tiny.VOCAB, rollback=rollback)
     with on(chip):
         return examine(model(kind, numbers), choice, BLOCK)
 

@@ -176,6 +176,8 @@ def test_the_proof_sees_how_prompts_begin(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(recurrent, "_begun", lambda update, row: update(**row))
         found = verdict("M1", kind, "affine", layout_of(kind))
         assert found.rows == rows and ("begin together" in found.why) == (not rows)
+    found = verdict("M1", "mamba2", "affine", layout_of("mamba2"), rollback=False)
+    assert not found.rows and "begin together" in found.why, "also where it takes no drafts"
 
 
 @pytest.mark.slow

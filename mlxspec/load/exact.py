@@ -166,8 +166,8 @@ def _proven(proof: "Proof") -> Exactness:
         if why:
             break
         rows = step
-    if not why and (why := proof.beginning()):
-        rows = 0
+    if rows and (begun := proof.beginning()):
+        rows, why = 0, begun
     if why and invariance.failed:
         why = f"{invariance.failed[0]} has no order of its own for a row"
     elif why and (origin := proof.origin(step)):

@@ -117,6 +117,7 @@ COPIES = {
     "an arrow": "\n".join(f"{i:6}→{line}" for i, line in enumerate(LINES, 1)),
     "carriage returns": "\r\n".join(LINES),
     "opencode": "\n".join(f"{i:05}| {line}" for i, line in enumerate(LINES, 1)),
+    "a bar": "\n".join(f"{i:3} | {line}" for i, line in enumerate(LINES, 1)),
     "codex": "\n".join(f"L{i}: {line}" for i, line in enumerate(LINES, 1)),
     "grep": "\n".join(f"src/a.html:{i}:{line}" for i, line in enumerate(LINES, 1)),
     "diff": "\n".join(f"+{line}" for line in LINES),

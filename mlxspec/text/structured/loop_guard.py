@@ -37,7 +37,7 @@ WISH = re.compile(
     r"(?<![\d.,])(?:\d{1,3}(?:[.,_ ]\d{3})+|\d{1,6})(?![\d.,]*\d)|[\u00d7*]|[^\W\d_]+|[.;:!?]"
 )
 # What a tool shows before the text of a line: a file's name, a number, a mark of a quote or change.
-PREFIX = re.compile(r"^(?:\S+:)?[ \t]*L?\d+(?:[→:|.)-]| *│|[ \t])|^[>+-]", re.MULTILINE)
+PREFIX = re.compile(r"^(?:\S+:)?[ \t]*L?\d+(?:[→:.)-]| *[│|]|[ \t])|^[>+-]", re.MULTILINE)
 
 
 def asked_repeats(text: str) -> int:

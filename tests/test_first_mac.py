@@ -108,8 +108,10 @@ def test_what_a_part_has_printed_is_kept_however_it_ends(
     monkeypatch.setattr(report, "words_of", lambda *_: [sys.executable, "-c", said])
     monkeypatch.setattr(report, "LEAVE_S", 0.5)
     began = time.monotonic()
-    assert report.run_part("a part", "", 0.5) == (state, "\n".join(filter(None, ["so far", more])))
-    assert time.monotonic() - began < 10
+    seconds = 3 if "60" in does else 30  # an interpreter starts in that; those end by themselves
+    told = report.run_part("a part", "", seconds)
+    assert told == (state, "\n".join(filter(None, ["so far", more])))
+    assert time.monotonic() - began < 40
 
 
 def test_a_part_may_take_half_of_the_time_that_is_left(

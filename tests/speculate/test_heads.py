@@ -129,7 +129,7 @@ def test_the_engine_drafts_what_a_simulation_drafts(depth: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("depth", [2, 4, 7])
 def test_the_first_draft_of_an_answer_is_mlx_vlms(depth: int) -> None:
     """Before anything was drafted, both have read the same hidden states."""
     drafts = runs.reference()["by_depth"]["sidecar"][str(depth)]["drafts_of_first"]
@@ -208,13 +208,10 @@ def test_as_much_is_accepted_as_by_mlx_vlm(depth: int) -> None:
     assert ours(depth).tokens_per_round(depth) >= 0.97 * tokens_per_round("sidecar", depth)
 
 
-SLOW = ("sidecar-poisoned", "embedded", "beside", "raw")  # the same head as the sidecar
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", DEPTHS[:2])
+@pytest.mark.parametrize("depth", [4, 2])
 @pytest.mark.parametrize(
-    "packaging", ["sidecar-4bit", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "packaging", ["sidecar-4bit", "sidecar-poisoned", "embedded", "beside", "raw"]
 )
 def test_as_much_is_accepted_with_any_packaging(packaging: str, depth: int, tmp_path: Path) -> None:
     path = packagings.write(packaging, tmp_path)

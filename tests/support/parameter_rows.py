@@ -7,19 +7,6 @@ from typing import Any
 import pytest
 
 
-def rotated(first: list[Any], *axes: list[Any]) -> list[Any]:
-    """The product of the axes, slow but for one row of each value of the first, with the others'
-    combinations in rotation."""
-    rows = []
-    combinations = list(itertools.product(*axes))
-    for i, value in enumerate(first):
-        for j, others in enumerate(combinations):
-            row = [*(value if isinstance(value, tuple) else [value]), *others]
-            marks = [pytest.mark.slow] if i % len(combinations) != j else []
-            rows.append(pytest.param(*row, marks=marks))
-    return rows
-
-
 def chosen(axes: tuple[list[Any], ...], quick: Callable[[tuple[int, ...]], bool]) -> list[Any]:
     """The product of the axes, slow but for the rows whose places on their axes are `quick`. A row
     is the values of its axes in one tuple."""
@@ -30,6 +17,13 @@ def chosen(axes: tuple[list[Any], ...], quick: Callable[[tuple[int, ...]], bool]
             row += axis[i] if isinstance(axis[i], tuple) else [axis[i]]
         rows.append(pytest.param(*row, marks=[] if quick(places) else [pytest.mark.slow]))
     return rows
+
+
+def rotated(*axes: list[Any]) -> list[Any]:
+    """The product of the axes, slow but for one row of each value of the first, with the others'
+    combinations in rotation."""
+    turns = [*itertools.product(*(range(len(axis)) for axis in axes[1:]))]
+    return chosen(axes, lambda places: places[1:] == turns[places[0] % len(turns)])
 
 
 def in_turn(*axes: list[Any], every: int = 2) -> list[Any]:
@@ -51,13 +45,7 @@ def diagonal(*axes: list[Any], every: int = 1) -> list[Any]:
 
 def only(values: Iterable[Any], *quick: int) -> list[Any]:
     """The values as rows, slow but for those at the places `quick`."""
-    return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else [value]),
-            marks=[] if i in quick else [pytest.mark.slow],
-        )
-        for i, value in enumerate(values)
-    ]
+    return chosen(([*values],), lambda places: places[0] in quick)
 
 
 def fewer(rows: list[Any], every: int, first: int = 0) -> list[Any]:

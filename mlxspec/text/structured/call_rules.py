@@ -75,10 +75,14 @@ class Calls:
         """The keywords that are not obeyed, by tool, but for strict ones. `error`: why the grammar
         of all calls failed; FREED then stands for arguments that do not compile. Raises
         RejectedRequest where a strict tool's do not."""
-        rules = [arguments_rule(function) for function in self.functions]
+        # A grammar that compiles obeys all of a strict tool.
+        functions = [f for f in self.functions if error or not is_strict(f)]
+        if not functions:
+            return {}
+        rules = [arguments_rule(function) for function in functions]
         checked = trial.check([f"start: {rule}" for rule in rules])
         words = {}
-        for function, rule, (failed, told) in zip(self.functions, rules, checked, strict=False):
+        for function, rule, (failed, told) in zip(functions, rules, checked, strict=False):
             fault = failed and error
             if not is_strict(function):
                 words[function["name"]] = (FREED,) if fault else left_out(rule, told)

@@ -48,7 +48,7 @@ GAUGES = {
     "step_seconds": "Duration of the last step.",
     "model_loaded": "1: the model is in memory.",
     "kv_blocks": "KV blocks by state.",
-    "exact_rows": "Rows of a step up to which a row's logits depend on no other, to the bit.",
+    "exact_rows": "Rows of one sequence in a step up to which a row's logits depend on no other.",
 }
 # Of the process, independent of the models: names in `Stats`.
 PROCESS = {

@@ -173,7 +173,7 @@ class ModelInfo:
     weight_bytes: int
     created: int = 0  # unix seconds
     exact: str = ""  # the verdict on batch invariance, in words
-    exact_rows: int = 0  # largest step, in rows, for which it is proven
+    exact_rows: int = 0  # rows of one sequence in a step for which it is proven
     sees: bool = False  # images
 
 

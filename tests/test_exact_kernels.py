@@ -12,7 +12,7 @@ from mlx.utils import tree_map
 from mlxspec.kernels import cpu
 from mlxspec.kernels.trial import Verdict
 from mlxspec.kernels.verify import KERNELS
-from mlxspec.load import exact
+from mlxspec.load import exact, exact_proof
 from mlxspec.load.warmup import kernels_in_use
 from mlxspec.model import invariant, quantized
 from mlxspec.model.invariant import ROWS, Invariance
@@ -28,7 +28,7 @@ WON = [(1, 16), (3, 9), (1, 2), (0, 0)]
 @pytest.fixture(autouse=True)
 def short_proof(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(invariant, "CHUNK", 16)
-    monkeypatch.setattr(exact, "CONTEXT", 16)
+    monkeypatch.setattr(exact_proof, "CONTEXT", 16)
     monkeypatch.setattr(KERNELS, "verdicts", {})
     with metalsim.patch(checked=False):
         yield

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -106,8 +107,8 @@ def test_without_a_rule_rows_lose_their_bits(
 ) -> None:
     monkeypatch.setattr(invariant, "CHUNK", CHUNK)
     m = model(kind, numbers)
+    how = RULES[rule](found(kind, numbers, chip), monkeypatch)
     with on(chip):
-        how = RULES[rule](found(m, layout_of(kind)), monkeypatch)
         for seed in range(4):
             all_of = requests(0.8, seed)
             truth = alone(m, layout_of(kind), how, all_of)
@@ -180,6 +181,32 @@ def test_the_proof_sees_how_prompts_begin(monkeypatch: pytest.MonkeyPatch) -> No
     assert not found.rows and "begin together" in found.why, "also where it takes no drafts"
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_5", "lfm2"])
+def test_the_proof_sees_what_is_kept_of_drafts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States after the accepted ones, computed again from what was recorded."""
+    usual = recurrent.StateRecorder.states_after
+    monkeypatch.setattr(
+        recurrent.StateRecorder, "states_after", lambda *a: [x * 1.05 for x in usual(*a)]
+    )
+    found = verdict("CPU", kind, "affine", layout_of(kind))
+    assert found.rows == 1 and "accepted" in found.why and "layer 0" in found.why
+
+
+@pytest.mark.parametrize("most", [17, 5])
+def test_the_proof_without_drafts_is_of_sequences(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = recurrent._row_by_row
+
+    def many(update: Any, arguments: Any) -> Any:
+        y, states = usual(update, arguments)
+        return y * (1 + 0.01 * (len(y) > most)), states
+
+    monkeypatch.setattr(recurrent, "_row_by_row", many)
+    found = verdict("CPU", "mamba2", "affine", layout_of("mamba2"), rollback=False)
+    assert found.rows == most and ("of a sequence each" in found.why) == (most == 5)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the simulator runs on Linux")
 @pytest.mark.parametrize("kind", [MQA, "gemma3_text", "gpt_oss"])
@@ -188,7 +215,7 @@ def test_rows_keep_their_bits_by_our_kernel(kind: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(invariant, "CHUNK", CHUNK)
     m = model(kind, "affine")
     with on("M3"), metalsim.patch(checked=False):
-        how = replace(found(m, layout_of(kind)), by_kernel=True)
+        how = replace(found(kind, "affine", "M3"), by_kernel=True)
         all_of = requests(0.8)
         truth = alone(m, layout_of(kind), how, all_of)
         for got in together(m, kind, "liar", 64, how, all_of, truth):

@@ -202,9 +202,10 @@ def exact(model: str) -> Iterator[str]:
 
     from mlxspec.commands.bench import Task, prompt_of
     from mlxspec.load.exact import examine, measure_cost
+    from mlxspec.model import quantized
     from mlxspec.model.layout import find_layout
 
-    _, found = loaded(model)
+    found = loaded(model)[1]  # its kernels are proven by now
     plain, _ = mlx_lm.load(str(found.path))
     flips = total = 0
     for text in PROMPTS:
@@ -215,10 +216,12 @@ def exact(model: str) -> Iterator[str]:
         flips += int((rows.argmax(axis=-1) != mx.array(alone)).sum())
         total += len(alone)
     yield f"mlx-lm: {1000 * flips / total:.1f} of 1000 tokens depend on the rows beside them"
-    layout = find_layout(plain)
-    proven = examine(plain, layout, 32)
+    quantized.install(plain)
+    config = found.config
+    layout = find_layout(plain, kv_bits=config.kv_bits)
+    proven = examine(plain, layout, config.block_size, kv_bits=config.kv_bits)
     if proven.invariance:
-        runner = layout.runner(plain, 32, 16)
+        runner = layout.runner(plain, config.block_size, 16, kv_bits=config.kv_bits)
         table = list(range(1, 16))
         cost = measure_cost(runner, proven.invariance, table, lambda: None)
         proven = replace(proven, cost=cost)

@@ -29,6 +29,7 @@ MAX_POOL_BYTES = 76 << 20  # of K and V in a case before quantization: 19,456 sl
 SHIFT = 3  # positions of a batch's starts, which only the device knows
 RACED = (1, 2, 4, 8, 16)  # one for each instance, with 8 heads of q for each of K and V
 VARIANT = "matrix"
+SHORTEST = 128  # positions of a part of a context, at least
 TOLERANCE = 1e-4  # of fp32 in scores of 256 products and exponentials, with room for a GPU
 
 PART = MetalKernel(
@@ -118,7 +119,7 @@ def _supported(dtypes: tuple[mx.Dtype, mx.Dtype], *parameters: Any) -> Shape | N
 
 def _part(at: int, window: int) -> int:
     """The part of the context in which position `at` lies: paged_part in the kernel."""
-    length = 128 << sum((window or at) >= longer for longer in (512, 2048, 8192))
+    length = SHORTEST << sum((window or at) >= longer for longer in (512, 2048, 8192))
     return at // length + (0 if window else length // 64 - 2)
 
 
@@ -189,8 +190,9 @@ def _launch(a: Attention, shape: Shape, first: Sequence[Array] = ()) -> Array:
     if first:
         sums = mx.concatenate([first[0], sums], axis=2)
         stats = mx.concatenate([first[1], stats], axis=2)
-        # That part has the positions from -128 on.
-        sequences = sequences + mx.array([0, 0, 0, -1, 0, -128 - a.groups[0].first, 0, 0])
+        # Of each sequence, see _metadata: one more part, in front of position 0.
+        more = [0, 0, 0, -1, 0, -SHORTEST - a.groups[0].first, 0, 0]
+        sequences = sequences + mx.array(more)
     return MERGE(
         [sums, stats, sequences, sequences if a.sinks is None else a.sinks],
         (32, shape.heads * length, count),
@@ -214,8 +216,8 @@ def attention_beside(a: Attention, shape: Shape, rows: Sequence[tuple[Array, Arr
     weights = mx.power(2, scores - top)
     stats = mx.concatenate([top, weights.sum(axis=-1, keepdims=True)], axis=-1)
     first = [x.reshape(len(q), shape.heads, 1, -1) for x in (weights @ v, stats)]
-    a.groups = [replace(g, starts=[start - len(rows) for start in g.starts]) for g in a.groups]
-    return _launch(a, shape, first)
+    groups = [replace(g, starts=[start - len(rows) for start in g.starts]) for g in a.groups]
+    return _launch(replace(a, groups=groups), shape, first)
 
 
 def _proven(shape: Shape, rows: int) -> bool:

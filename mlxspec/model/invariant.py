@@ -5,37 +5,23 @@ Rule: a prompt's whole chunks, at fixed positions, each get their own forward, a
 other rows share forwards, in which the layers make the calls that were found.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlxspec.kernels import cpu
 from mlxspec.kernels.invariant import Calls
+from mlxspec.model.call_search import EXPERTS, MANY, ROWS, TIED, find_calls, route, transposed
 from mlxspec.model.trunk import mix_in
 from mlxspec.types import Check
 
-DENSE = (nn.Linear, nn.Embedding)
-TIED = (nn.Embedding, nn.QuantizedEmbedding)
-KINDS = (
-    nn.Linear,
-    nn.QuantizedLinear,
-    *TIED,
-    SwitchGLU,
-    SwitchMLP,
-)
+__all__ = ["MANY", "ROWS", "Invariance", "find_invariance", "install", "layers_of"]
+
+KINDS = (nn.Linear, nn.QuantizedLinear, *TIED, *EXPERTS)
 CHUNK = 64  # rows of a chunk, or a block if that is longer: near a product's best rate on a GPU
-ROWS = 17  # of a step, in which a row's bits are compared with those of the row alone
-MANY = 64  # rows of a call with which a prompt is read fast without chunks
-# Of a call, tried one after the other; MLX changes kernels beyond these too, so none has more.
-MORE_ROWS = (24, 33, MANY, 129, 256)
-LEAST = (1, 2)  # rows of a call
-ENOUGH = 7  # rows of a call: others are not tried
 
 Recorded = dict[str, tuple[Any, list[Array]]]  # by key: a layer, and arrays that it was called with
 
@@ -75,28 +61,29 @@ class InCalls:
         if self._calls is None or not view.invariant or not arrays[0].size:
             return op(*arrays)
         if self._calls.transposed:
-            op = partial(_transposed, self)
+            op = partial(transposed, self)
+        elif not isinstance(self, KINDS):
+            op = partial(route, op)
         return self._calls.apply(op, *arrays)
 
 
-def _transposed(layer: Any, x: Array) -> Any:
-    """x [..., K] times a dense layer's weights."""
-    y = (layer.weight @ x.reshape(-1, x.shape[-1]).T).T
-    y = y.reshape(*x.shape[:-1], -1)
-    if "bias" in layer:
-        y = y + layer.bias
-    return y
-
-
 def layers_of(model: nn.Module) -> Iterator[Any]:
-    """The layers of a model that multiply rows by weights."""
-    return (layer for layer in model.modules() if isinstance(layer, KINDS) or _is_gate(layer))
+    """The layers of a model that multiply rows by weights: linear ones, experts, and beside experts
+    the routers that have weights of their own."""
+    for owner in model.modules():
+        if isinstance(owner, KINDS):
+            yield owner
+        elif any(isinstance(part, EXPERTS) for part in owner.values()):
+            yield from filter(_is_router, owner.values())
 
 
-def _is_gate(layer: nn.Module) -> bool:
-    """Whether it is a router with weights of its own, which mlx-lm's models name so."""
-    named = type(layer).__name__.endswith("Gate")
-    return named and "weight" in layer and layer.weight.ndim == 2
+def _is_router(part: Any) -> bool:
+    return (
+        isinstance(part, nn.Module)
+        and not isinstance(part, KINDS)
+        and "weight" in part
+        and part.weight.ndim == 2
+    )
 
 
 def key_of(layer: Any) -> str:
@@ -110,7 +97,7 @@ def key_of(layer: Any) -> str:
             if "scales" in part:
                 shape += f" {part.bits} bits {part.mode} {part.group_size}"
                 numbers = part.scales.dtype
-            shapes.append(f"{shape} {numbers}")
+            shapes.append(f"{shape} {numbers}{' with a bias' if 'bias' in part else ''}")
     return f"{kind.__name__} {', '.join(dict.fromkeys(shapes))}"
 
 
@@ -156,47 +143,3 @@ def find_invariance(
         chunk,
         failed=tuple(key for key, each in found.items() if each is None),
     )
-
-
-def find_calls(
-    layer: Any,
-    arrays: list[Array],
-    check: Check = lambda: None,
-) -> Calls | None:
-    """The calls of most rows that keep a row's bits; of a few rows `arrays` [n, K]. None: there are
-    none. The layer is as it was built."""
-    best: Calls | None = None
-    ops = {False: layer.as_linear if isinstance(layer, TIED) else layer}
-    if isinstance(layer, DENSE) and cpu.in_use() and arrays[0].dtype == mx.float32:
-        ops = {True: partial(_transposed, layer)} | ops
-    for transposed, op in ops.items():
-        for least in LEAST:
-            most = _most(op, least, arrays, check)
-            if most >= least and (best is None or most > best.most):
-                best = Calls(least, most, transposed)
-            if best and best.most >= ENOUGH:
-                return best
-    return best
-
-
-def _most(op: Callable[..., Any], least: int, arrays: list[Array], check: Check) -> int:
-    """Up to how many rows a call keeps the bits of each row, wherever it is among them; -1: none.
-    It is never more than was tried."""
-    alone = Calls(least, least)
-    rows = [x[mx.arange(ROWS) % len(x)] for x in arrays]
-    one = [_first_of(alone.apply(op, *(x[i : i + 1] for x in rows))) for i in range(ROWS)]
-    singles = mx.concatenate(one)
-    most = -1
-    for count in (*range(least, ROWS + 1), *MORE_ROWS):
-        for order in (1, -1):
-            check()
-            at = mx.arange(count)[::order] % ROWS
-            if not mx.array_equal(_first_of(op(*(x[at] for x in rows))), singles[at]):
-                return most if most >= MANY else min(most, ROWS)
-        most = count
-    return most
-
-
-def _first_of(y: Any) -> Any:
-    """What an operation makes, of a router the scores."""
-    return y[-1] if isinstance(y, tuple) else y

@@ -1,13 +1,15 @@
 """A model of MLX on Metal for a CPU: products whose bits depend on the kernel that MLX would take.
 
 Rule: tests/support/metal_rules.py chooses the kernels. A kernel is a number of parts in which a
-product is summed, each rounded to 16 bits: other kernels give other bits, as on a GPU, and a row's
-bits depend on the kernel alone. A product with weights stands for one of a model WIDER times as
-wide; strides are those of MLX's arrays on the CPU, where views are made by the same code.
+product is summed, and a row's bits depend on the kernel alone. Parts are rounded to 16 bits, so that
+any mix of kernels shows at once; or, as on a GPU, to fp32 and their sum once, so that it shows in
+one value of some thousand. A product with weights stands for one of a model WIDER times as wide;
+strides are those of MLX's arrays on the CPU, where views are made by the same code.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.support.metal_rules import CHIPS, Chip, Matrix, reduced
 __all__ = ["CHIPS", "on"]
 
 WIDER = 32
+LANES = 2  # sums of a part, where its values are fp32
 MATMUL, SUM, OF_ARRAY, SSM_ATTN = mx.matmul, mx.sum, mx.array.sum, ssm.ssm_attn
 _weights: dict[int, tuple[mx.array, mx.array]] = {}  # by id: quantized, and dequantized
 
@@ -34,6 +37,18 @@ def in_parts(x: mx.array, weight: mx.array, parts: int) -> mx.array:
     for low, high in pairwise(cuts):
         part = MATMUL(a[..., low:high], b[..., low:high, :])
         y = part if y is None else y + part
+    return y.astype(mx.float32 if mx.float32 in (x.dtype, weight.dtype) else x.dtype)
+
+
+def in_lanes(x: mx.array, weight: mx.array, parts: int) -> mx.array:
+    """As in_parts with sums in fp32 that are rounded once; each of a part's lanes is exact."""
+    k = x.shape[-1]
+    count = min(k, parts * LANES)
+    cuts = [i * k // count for i in range(count + 1)]
+    with mx.stream(mx.cpu):
+        a, b = x.astype(mx.float64), weight.astype(mx.float64)
+        lanes = [MATMUL(a[..., i:j], b[..., i:j, :]).astype(mx.float32) for i, j in pairwise(cuts)]
+        y = reduce(mx.add, lanes)
     return y.astype(mx.float32 if mx.float32 in (x.dtype, weight.dtype) else x.dtype)
 
 
@@ -63,8 +78,9 @@ def dequantized(weight: mx.array, scales: mx.array, biases: Any, how: dict[str, 
 class Metal:
     """MLX's functions as on a chip."""
 
-    def __init__(self, chip: Chip) -> None:
+    def __init__(self, chip: Chip, in_parts: Any) -> None:
         self.chip = chip
+        self.in_parts = in_parts
 
     def matmul(self, a: mx.array, b: mx.array, **_: Any) -> mx.array:
         if not a.size or min(a.ndim, b.ndim) < 2:
@@ -74,10 +90,10 @@ class Metal:
             rows = a.reshape(-1, k)
             of_a, of_b = matrix(rows, ()), matrix(b, ())
             parts = self.chip.dense(wider(of_a, 1), wider(of_b, 0, 1), a.dtype != mx.float32)
-            return in_parts(rows, b, parts).reshape(*batch, -1)
+            return self.in_parts(rows, b, parts).reshape(*batch, -1)
         batch = mx.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         parts = self.chip.dense(matrix(a, batch), matrix(b, batch), a.dtype != mx.float32)
-        return in_parts(a, b, parts)
+        return self.in_parts(a, b, parts)
 
     def addmm(self, c: mx.array, a: mx.array, b: mx.array, **_: Any) -> mx.array:
         return self.matmul(a, b) + c
@@ -99,11 +115,11 @@ class Metal:
             batch=x.size // x.shape[-1] // rows,
             halves=x.dtype != mx.float32,
         )
-        return in_parts(x, dense, parts)
+        return self.in_parts(x, dense, parts)
 
     def gather_mm(self, x, weight, rhs_indices, sorted_indices=False, **_) -> mx.array:
         parts = self.chip.experts(rhs_indices.size, len(weight), sorted_indices, False)
-        return in_parts(x, weight[rhs_indices], parts)
+        return self.in_parts(x, weight[rhs_indices], parts)
 
     def gather_qmm(
         self, x, weight, scales, biases=None, rhs_indices=None, sorted_indices=False, **how
@@ -111,7 +127,7 @@ class Metal:
         how = {name: how[name] for name in ("bits", "group_size", "mode") if name in how}
         dense = dequantized(weight, scales, biases, how)
         parts = self.chip.experts(rhs_indices.size, len(dense), sorted_indices, True)
-        return in_parts(x, dense[rhs_indices], parts)
+        return self.in_parts(x, dense[rhs_indices], parts)
 
     def attend(self, q, k, v, scale, mask=None, sinks=None, **_) -> mx.array:
         rows = q.shape[2] * q.shape[1] // k.shape[1]
@@ -129,7 +145,7 @@ class Metal:
         total = OF_ARRAY(weights, axis=-1, keepdims=True)
         if sinks is not None:
             total = total + mx.exp(sinks[:, None, None] - top)
-        return in_parts(weights / total, v, parts).astype(q.dtype)
+        return self.in_parts(weights / total, v, parts).astype(q.dtype)
 
 
 def sum_of(x: mx.array, axis: Any = None, keepdims: bool = False, **_: Any) -> mx.array:
@@ -162,9 +178,9 @@ def recurrence(x, A_log, B, C, D, dt, dt_bias, state=None, limit=(0.001, 100.0),
 
 
 @contextmanager
-def on(chip: Chip) -> Iterator[None]:
-    """MLX's functions as on this chip."""
-    metal = Metal(chip)
+def on(chip: Chip, rounded_once: bool = False) -> Iterator[None]:
+    """MLX's functions as on this chip. `rounded_once`: with sums in fp32."""
+    metal = Metal(chip, in_lanes if rounded_once else in_parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "matmul", metal.matmul)
         patch.setattr(mx.array, "__matmul__", lambda a, b: metal.matmul(a, b))

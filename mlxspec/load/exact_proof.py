@@ -157,7 +157,7 @@ class Proof:
 
     def _accepted(self, rows: int) -> tuple[int, Step]:
         """The row after a step of so many, half of whose drafts are rejected."""
-        _, spans = self._drafted(rows, self.whole, 3, beside=True)
+        _, spans = self._drafted(rows, self.whole, TAIL, beside=True)
         done = self.runner.forward(list(spans), None)
         (mine, seq), *_ = spans.items()
         some = (rows - 1) // 2
@@ -169,7 +169,7 @@ class Proof:
 
     def _crowded(self, rows: int) -> tuple[int, Step]:
         """The sequence's row beside one row each of others."""
-        _, spans = self._drafted(1, self.whole, 3)
+        _, spans = self._drafted(1, self.whole, TAIL)
         return 0, spans | {other.next_rows(): other for other in self.crowd[: rows - 1]}
 
     def beginning(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import mlx.core as mx
@@ -208,7 +209,7 @@ class Trial:
             for i, (part, column, weights) in enumerate(targets):
                 rest = outputs[part][i].flatten()[column].astype(mx.float32).item()
                 place = fitted[i][n % count]
-                if weights[place]:
+                if weights[place] and isfinite(rest):
                     rows[i, place] -= rest / weights[place]
         return [self._made(rows), *chosen]
 

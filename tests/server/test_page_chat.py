@@ -462,7 +462,7 @@ def test_views(chromium: Any, base: str, width: int, view: str) -> None:
         assert page.evaluate("document.body.dataset.view") == view
         for name in ("server", "models", "chat"):
             page.get_by_role("link", name=name.capitalize(), exact=True).click()
-            assert page.locator("nav [aria-current=page]").inner_text().lower() == name
+            page.wait_for_selector(f"nav a[href='#{name}'][aria-current=page]")
             shown = [v for v in ("chat", "server", "models") if page.locator(f"#{v}").is_visible()]
             assert shown == (["chat", name] if width > 1079 and name != "chat" else [name])
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -1,10 +1,11 @@
-// y[M, N] = x[M, K] * dequant(w)^T for few rows: affine weights of 4 or 8 bits, every word of them read once.
+// y[M, N] = x[M, K] * dequant(w)^T for few rows: quantized weights, every word of them read once.
 //
 // Rule: a row's bits depend neither on the count of rows nor on M, which is how many there is room for. Every
 // product is one explicit fma, so that no compiler may contract it in one instance and not in another, and rows
 // share nothing but the weights.
 //
-// w [N, K * BITS / 32], scales and biases [N, K / GROUP]: mx.quantize's layout. K is a multiple of GROUP.
+// w [N, K * BITS / 32], scales and, where FORMAT is QMM_AFFINE, biases [N, K / GROUP]: mx.quantize's layout. K is
+// a multiple of GROUP and of 32.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -12,27 +13,78 @@ constant constexpr int QMM_RUN = 8;               // values of a column that a l
 constant constexpr int QMM_SPAN = 32 * QMM_RUN;   // values of a column that a SIMD-group holds at once
 constant constexpr int QMM_COLUMNS = 4;           // columns of a SIMD-group: what a loaded x is used for
 
-// QMM_RUN values of a column from its words on.
-template <int BITS>
-void qmm_unpack(const device uint* words, float scale, float bias, thread float* values) {
-  constexpr int PER_WORD = 32 / BITS;
+// FORMAT. Affine: a code is an integer, scale and bias are floats. Else a code of 4 bits is a float of 2 bits of
+// exponent and one of mantissa, one of 8 bits has 4 and 3; a scale is a power of two, or such a float of 8 bits.
+constant constexpr int QMM_AFFINE = 0, QMM_POWERS = 1, QMM_FLOATS = 2;
+
+// OCP's E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; each table digit is twice a magnitude.
+inline float qmm_e2m1(uint code) {
+  const float magnitude = 0.5f * float((0xC8643210u >> (4 * (code & 7u))) & 15u);
+  return (code & 8u) ? -magnitude : magnitude;
+}
+
+// OCP's E4M3: the largest code is no number.
+inline float qmm_e4m3(uint code) {
+  const uint digits = code & 127u;
+  if (digits == 127u) {
+    return NAN;
+  }
+  const float magnitude = digits < 8u ? float(digits) * 0.001953125f : as_type<float>((digits + 960u) << 20);
+  return (code & 128u) ? -magnitude : magnitude;
+}
+
+template <int FORMAT, typename S>
+float qmm_scale(S scale) {
+  if (FORMAT == QMM_POWERS) {
+    const uint exponent = uint(scale);
+    return as_type<float>(exponent > 0u ? exponent << 23 : 0x400000u);
+  }
+  return FORMAT == QMM_FLOATS ? qmm_e4m3(uint(scale)) : float(scale);
+}
+
+// Values of a column: those of its run number `run`, which are the next BITS bytes for each run.
+template <int BITS, int FORMAT>
+void qmm_unpack(const device uint* column, int run, float scale, float bias, thread float* values) {
+  uint codes[QMM_RUN];
+  if (BITS == 4 || BITS == 8) {
+    constexpr int PER_WORD = 32 / BITS;
 #pragma unroll
-  for (int i = 0; i < QMM_RUN; i += PER_WORD) {
-    const uint word = words[i / PER_WORD];
+    for (int i = 0; i < QMM_RUN; i += PER_WORD) {
+      const uint word = column[run * BITS / 4 + i / PER_WORD];
 #pragma unroll
-    for (int j = 0; j < PER_WORD; j++) {
-      values[i + j] = fma(scale, float((word >> (BITS * j)) & ((1u << BITS) - 1)), bias);
+      for (int j = 0; j < PER_WORD; j++) {
+        codes[i + j] = (word >> (BITS * j)) & ((1u << BITS) - 1);
+      }
+    }
+  } else {
+    const device uchar* bytes = (const device uchar*)column + run * BITS;
+    ulong packed = 0;
+#pragma unroll
+    for (int i = 0; i < BITS; i++) {
+      packed |= ulong(bytes[i]) << (8 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < QMM_RUN; i++) {
+      codes[i] = uint(packed >> (BITS * i)) & ((1u << BITS) - 1);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < QMM_RUN; i++) {
+    if (FORMAT == QMM_AFFINE) {
+      values[i] = fma(scale, float(codes[i]), bias);
+    } else {
+      values[i] = scale * (BITS == 4 ? qmm_e2m1(codes[i]) : qmm_e4m3(codes[i]));
     }
   }
 }
 
 // What lane `lane` holds of a column's span that starts at k0: QMM_RUN values, none past the column's end.
 // All lanes must call this together: a scale is loaded by one of them and handed to those that need it.
-template <int BITS, int GROUP, typename S>
+template <int BITS, int GROUP, int FORMAT, typename S, typename B>
 void qmm_run(
     const device uint* words,
     const device S* scales,
-    const device S* biases,
+    const device B* biases,
     int k0,
     int K,
     uint lane,
@@ -40,27 +92,31 @@ void qmm_run(
   const int group = k0 / GROUP + int(lane);
   float scale = {}, bias = {};  // of a lane that owns no group, nobody asks for them
   if (int(lane) < QMM_SPAN / GROUP && group < K / GROUP) {
-    scale = float(scales[group]);
-    bias = float(biases[group]);
+    scale = qmm_scale<FORMAT>(scales[group]);
+    if (FORMAT == QMM_AFFINE) {
+      bias = float(biases[group]);
+    }
   }
   const ushort owner = ushort(QMM_RUN * lane / GROUP);
   scale = simd_shuffle(scale, owner);
-  bias = simd_shuffle(bias, owner);
+  if (FORMAT == QMM_AFFINE) {
+    bias = simd_shuffle(bias, owner);
+  }
   const int k = k0 + QMM_RUN * int(lane);
   if (k < K) {
-    qmm_unpack<BITS>(words + k / QMM_RUN * (QMM_RUN * BITS / 32), scale, bias, values);
+    qmm_unpack<BITS, FORMAT>(words, k / QMM_RUN, scale, bias, values);
   }
 }
 
 // Adds to sums[m] what row m of x gives with QMM_COLUMNS columns, those from n0 on, for m < count: of K, the
 // spans that are the turn of `part` of SPLIT. Lanes share a span; each sums over its values in rising order.
-template <int M, int BITS, int GROUP, int SPLIT, typename T, typename S>
+template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename T, typename S, typename B>
 void qmm_add(
     const device T* x,
     int count,
     const device uint* w,
     const device S* scales,
-    const device S* biases,
+    const device B* biases,
     int n0,
     int N,
     int K,
@@ -74,7 +130,7 @@ void qmm_add(
       if (n0 + c < N) {
         const size_t n = n0 + c;
         const size_t groups = n * (K / GROUP);
-        qmm_run<BITS, GROUP>(w + n * (K / 32 * BITS), scales + groups, biases + groups, k0, K, lane, values[c]);
+        qmm_run<BITS, GROUP, FORMAT>(w + n * (K / 32 * BITS), scales + groups, biases + groups, k0, K, lane, values[c]);
       }
     }
     const int k = k0 + QMM_RUN * int(lane);
@@ -138,13 +194,13 @@ void qmm_put(
 }
 
 // SPLIT SIMD-groups share K; where SPLIT is 1, a threadgroup is two SIMD-groups that share nothing. M >= count.
-template <int M, int BITS, int GROUP, int SPLIT, typename T, typename S>
+template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename T, typename S, typename B>
 void small_qmm(
     const device T* x,
     int count,
     const device uint* w,
     const device S* scales,
-    const device S* biases,
+    const device B* biases,
     device T* y,
     int N,
     int K,
@@ -155,7 +211,7 @@ void small_qmm(
   const int n0 = QMM_COLUMNS * int(SPLIT > 1 ? tile : 2 * tile + simd);
   const int part = SPLIT > 1 ? int(simd) : 0;
   float sums[M][QMM_COLUMNS] = {};
-  qmm_add<M, BITS, GROUP, SPLIT>(x, count, w, scales, biases, n0, N, K, part, lane, sums);
+  qmm_add<M, BITS, GROUP, FORMAT, SPLIT>(x, count, w, scales, biases, n0, N, K, part, lane, sums);
   qmm_put<M, SPLIT>(sums, count, y, n0, N, partial, part, lane);
 }
 
@@ -168,13 +224,13 @@ constant constexpr int QMM_WIDTH = 8 * QMM_TILES;     // columns of a threadgrou
 // In a fragment of the weights, which is [8 of K, 8 columns], a lane holds two columns at `row`; in one of x,
 // [8 rows, 8 of K], two of K. What counts as "of K" is free as long as both agree: step i takes value i of each
 // of 8 runs, so that a lane reads whole runs. `partial` has QMM_SPLIT * M * QMM_WIDTH floats; M is 8 or 16.
-template <int M, int BITS, int GROUP, typename T, typename S>
+template <int M, int BITS, int GROUP, int FORMAT, typename T, typename S, typename B>
 void small_qmm_matrix(
     const device T* x,
     int count,
     const device uint* w,
     const device S* scales,
-    const device S* biases,
+    const device B* biases,
     device T* y,
     int N,
     int K,
@@ -204,8 +260,10 @@ void small_qmm_matrix(
         const int n = n0 + 8 * t + pair + p;
         const int group = k0 / GROUP + row;
         if (row < GROUPS && group < K / GROUP && n < N) {
-          scale[t][p] = float(scales[size_t(n) * (K / GROUP) + group]);
-          bias[t][p] = float(biases[size_t(n) * (K / GROUP) + group]);
+          scale[t][p] = qmm_scale<FORMAT>(scales[size_t(n) * (K / GROUP) + group]);
+          if (FORMAT == QMM_AFFINE) {
+            bias[t][p] = float(biases[size_t(n) * (K / GROUP) + group]);
+          }
         }
       }
     }
@@ -227,17 +285,17 @@ void small_qmm_matrix(
       }
       const int k = k0 + k8 + QMM_RUN * row;
       const uint group = uint(k8 + QMM_RUN * row) / GROUP;
-      const ushort owner = ushort(2 * group + (lane & 9));  // a block has 4 groups at most
+      const ushort owner = ushort(16 * (group >> 2) + 2 * (group & 3) + (lane & 9));  // whose `row` is the group
 #pragma unroll
       for (int t = 0; t < QMM_TILES; t++) {
         float values[2][QMM_RUN] = {};
 #pragma unroll
         for (int p = 0; p < 2; p++) {
           const float s = simd_shuffle(scale[t][p], owner);
-          const float b = simd_shuffle(bias[t][p], owner);
+          const float b = FORMAT == QMM_AFFINE ? simd_shuffle(bias[t][p], owner) : 0.0f;
           const int n = n0 + 8 * t + pair + p;
           if (k < K && n < N) {
-            qmm_unpack<BITS>(w + size_t(n) * (K / 32 * BITS) + k / QMM_RUN * (QMM_RUN * BITS / 32), s, b, values[p]);
+            qmm_unpack<BITS, FORMAT>(w + size_t(n) * (K / 32 * BITS), k / QMM_RUN, s, b, values[p]);
           }
         }
 #pragma unroll

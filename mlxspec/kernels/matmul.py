@@ -3,8 +3,10 @@
 Rule: a function has the signature of its reference; `verify` decides whether it runs.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
+from typing import Any
 
 import mlx.core as mx
 from mlx.core import array as Array
@@ -24,6 +26,14 @@ MAX_CASE_BYTES = 96 << 20  # of the weights in a case
 MATRIX_SIMDS = 4  # of a threadgroup with simdgroup_matrix
 MATRIX_COLUMNS = 16  # of such a threadgroup
 TOLERANCE = 1e-5  # for another order of summing
+# FORMAT in small_qmm.metal, and bits and group sizes of weights, by mx.quantize's mode
+FORMATS = {
+    "affine": (0, (2, 3, 4, 5, 6, 8), (32, 64, 128)),
+    "mxfp4": (1, (4,), (32,)),
+    "mxfp8": (1, (8,), (32,)),
+    "nvfp4": (2, (4,), (16,)),
+}
+LIKELY = {1: (123, 129), 2: (24, 72)}  # scales of a case: powers of two, and floats, as their codes
 
 _PLACE = (
     "threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
@@ -36,14 +46,15 @@ SMALL_QMM = MetalKernel(
     "small_qmm",
     "x w scales biases",
     outputs="y",
-    body=_PARTIAL + "small_qmm<M, BITS, GROUP, SPLIT>" + _OPERANDS + _PLACE,
+    body=_PARTIAL + "small_qmm<M, BITS, GROUP, FORMAT, SPLIT>" + _OPERANDS + _PLACE,
 )
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
     "small_qmm",
     "x w scales biases",
     outputs="y",
-    body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; small_qmm_matrix<M, BITS, GROUP>"
+    body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; "
+    + "small_qmm_matrix<M, BITS, GROUP, FORMAT>"
     + _OPERANDS
     + _PLACE,
 )
@@ -77,42 +88,74 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
         threads = 32 * max(2, split)
         width = COLUMNS if split > 1 else 2 * COLUMNS
         template = {"M": _capacity(rows), "SPLIT": split}
+    # Without biases the kernel reads none; an argument it must have.
+    biases = weights.scales if weights.biases is None else weights.biases
     return kernel(
-        [x, weights.weight, weights.scales, weights.biases],
+        [x, weights.weight, weights.scales, biases],
         (threads * ceil(columns / width), 1, 1),
         (threads, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
         BITS=weights.bits,
         GROUP=weights.group_size,
+        FORMAT=FORMATS[weights.mode][0],
         **template,
     )[0]
 
 
-def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Case:
-    """For weights [n, k] whose scales, like the rows, are `dtype`. Columns beyond MAX_CASE_BYTES
-    are left out, as far as this does not change the others' order of summing."""
-    columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES * 8 // (k * bits)))
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How weights are quantized, and the dtype of rows and results. `numbers`: the dtypes of scales
+    and biases of affine ones, where they are others."""
 
-    def inputs(seed: int) -> Inputs:
-        of_x, of_w, of_scales = mx.random.split(mx.random.key(seed), 3)
-        x = mx.random.normal((ROWS, k), key=of_x).astype(dtype)
-        # Random bits: quantizing random weights would take eight times their memory.
-        words = columns * k * bits // 32
-        w = mx.random.split(of_w, words // 2).reshape(columns, -1)  # a key is a pair of words
-        scales = mx.random.uniform(0.5, 1.5, (columns, k // group), key=of_scales) / 2**bits
-        return x, w, scales.astype(dtype), (-scales * 2 ** (bits - 1)).astype(dtype)
+    bits: int
+    group_size: int
+    mode: str
+    dtype: mx.Dtype
+    numbers: tuple[mx.Dtype, mx.Dtype] | None = None
+
+    @property
+    def supported(self) -> bool:
+        _, bits, groups = FORMATS.get(self.mode, (0, (), ()))
+        return self.bits in bits and self.group_size in groups
+
+    @property
+    def name(self) -> str:
+        form = self.mode
+        if form == "affine":
+            form = f"{self.bits} bits, group {self.group_size}"
+        of = "".join(f" {dtype_name(dtype)}" for dtype in self.numbers or ())
+        return f"{form}, {dtype_name(self.dtype)}{of and f' of{of}'}"
+
+
+def format_of(layer: Any, dtype: mx.Dtype) -> Format:
+    """The Format of a quantized layer. `dtype`: of its rows, where its scales are no floats."""
+    numbers = None
+    if layer.mode == "affine":
+        numbers = layer.scales.dtype, layer.biases.dtype
+        # MLX's result type, as x is of one of them.
+        dtype = numbers[0] if numbers[0] == numbers[1] else mx.float32
+        if numbers == (dtype, dtype):
+            numbers = None
+    return Format(layer.bits, layer.group_size, layer.mode, dtype, numbers)
+
+
+def small_qmm_case(n: int, k: int, form: Format) -> Case:
+    """For weights [n, k] of this format. Columns beyond MAX_CASE_BYTES are left out, as far as this
+    does not change the others' order of summing."""
+    columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES * 8 // (k * form.bits)))
+    how: Any = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
 
     def run(multiply: Call, *arrays: Array) -> Array:
-        x, w, scales, biases = arrays
-        return multiply(x, Weights(w, scales, biases, group_size=group, bits=bits))
+        x, w, scales, *biases = arrays
+        return multiply(x, Weights(w, scales, biases[0] if biases else None, **how))
 
     return Case(
-        name=f"small_qmm {n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}",
+        name=f"small_qmm {n}x{k} of {form.name}",
         rows=tuple(range(1, 1 + ROWS)),
         raced=RACED,
-        inputs=inputs,
-        stock=partial(mx.quantized_matmul, transpose=True, group_size=group, bits=bits),
+        inputs=partial(_inputs, form, columns, k),
+        stock=partial(mx.quantized_matmul, transpose=True, **how),
         reference=partial(run, reference.small_qmm),
         variants={
             "plain": partial(run, small_qmm),
@@ -120,3 +163,22 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         },
         tolerance=TOLERANCE,
     )
+
+
+def _inputs(form: Format, columns: int, k: int, seed: int) -> Inputs:
+    """x [ROWS, k], and the arrays of weights [columns, k]."""
+    of_x, of_w, of_scales = mx.random.split(mx.random.key(seed), 3)
+    x = mx.random.normal((ROWS, k), key=of_x).astype(form.dtype)
+    # Random bits: quantizing random weights would take eight times their memory.
+    words = columns * k * form.bits // 32
+    w = mx.random.split(of_w, ceil(words / 2)).flatten()[:words].reshape(columns, -1)  # keys
+    shape = columns, k // form.group_size
+    if form.mode == "affine":
+        of_scale, of_bias = form.numbers or (form.dtype, form.dtype)
+        scales = mx.random.uniform(0.5, 1.5, shape, key=of_scales) / 2**form.bits
+        biases = -scales * 2 ** (form.bits - 1)
+        return x, w, scales.astype(of_scale), biases.astype(of_bias)
+    if form.bits == 8:
+        w = w & 0xBFBFBFBF  # no code that is no number
+    low, high = LIKELY[FORMATS[form.mode][0]]
+    return x, w, mx.random.randint(low, high, shape, mx.uint8, key=of_scales)

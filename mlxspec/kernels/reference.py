@@ -225,13 +225,14 @@ def paged_attention(a: Attention, attend: Any = None) -> Array:
 @dataclass(slots=True)
 class Weights:
     """A quantized layer's arrays as from mx.quantize, or the layer itself: weight uint32
-    [N, K * bits / 32], scales and biases [N, K / group_size]."""
+    [N, K * bits / 32], scales and, in the mode "affine", biases [N, K / group_size]."""
 
     weight: Array
     scales: Array
-    biases: Array
+    biases: Array | None
     group_size: int
     bits: int
+    mode: str = "affine"
 
 
 def small_qmm(x: Array, weights: Weights) -> Array:
@@ -240,14 +241,18 @@ def small_qmm(x: Array, weights: Weights) -> Array:
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
     multiplied one by one, as if each had an expert: several an M5 may multiply in TF32.
     """
+    scales, biases = weights.scales[None], weights.biases
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases[None].astype(mx.float32)
     y = mx.gather_qmm(
         x.astype(mx.float32)[:, None],
         weights.weight[None],
-        weights.scales[None].astype(mx.float32),
-        weights.biases[None].astype(mx.float32),
+        scales,
+        biases,
         rhs_indices=mx.zeros(len(x), mx.uint32),
         group_size=weights.group_size,
         bits=weights.bits,
+        mode=weights.mode,
     )
     return y[:, 0]
 

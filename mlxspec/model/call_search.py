@@ -207,7 +207,7 @@ class Trial:
         for n in range(FITTED):
             outputs = self.alone([self._made(rows), *chosen], check)
             for i, (part, column, weights) in enumerate(targets):
-                rest = outputs[part][i].flatten()[column].astype(mx.float32).item()
+                rest = float(outputs[part][i].flatten()[column])
                 place = fitted[i][n % count]
                 if weights[place] and isfinite(rest):
                     rows[i, place] -= rest / weights[place]

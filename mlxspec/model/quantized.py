@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
+from mlx.utils import tree_flatten
 
 from mlxspec.kernels import matmul
 from mlxspec.kernels.metal import SMALLEST
@@ -30,9 +31,13 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
         KERNELS.recorded.append(layer.case)
     *batch, k = x.shape
     variant = KERNELS.variant(layer.case.name, prod(batch))
-    if not variant or x.dtype != layer.scales.dtype:
+    dtype = layer.form.dtype
+    fits = x.dtype == dtype
+    if layer.mode == "affine":  # scales and biases count in the dtype of MLX's result
+        fits = mx.result_type(x.dtype, dtype) == dtype
+    if not (variant and fits):
         return otherwise(x)
-    rows = x.reshape(-1, k)
+    rows = x.reshape(-1, k).astype(dtype)
     y = matmul.small_qmm(rows, layer, variant == "matrix")
     y = y.reshape(*batch, -1)
     return y + layer["bias"] if "bias" in layer else y
@@ -53,28 +58,29 @@ CLASSES: dict[Any, Any] = {nn.QuantizedLinear: KernelLinear, nn.QuantizedEmbeddi
 
 def install(model: nn.Module) -> None:
     """Let the model's layers use kernels. Idempotent; changes nothing until kernels are proven."""
+    dtype = _dtype_of_rows(model)
     for layer in model.modules():
-        if type(layer) in CLASSES and _supported(layer):
+        if type(layer) not in CLASSES or layer.scales.size < SMALLEST:
+            continue
+        form = matmul.format_of(layer, dtype)
+        n, groups = layer.scales.shape
+        k = groups * form.group_size
+        if form.supported and k % 32 == 0:
             layer.__class__ = CLASSES[type(layer)]
-            n, groups = layer.scales.shape
-            layer.case = matmul.small_qmm_case(
-                n,
-                groups * layer.group_size,
-                layer.bits,
-                layer.group_size,
-                layer.scales.dtype,
-            )
+            layer.form, layer.case = form, matmul.small_qmm_case(n, k, form)
+
+
+def _dtype_of_rows(model: nn.Module) -> mx.Dtype:
+    """What a model computes in: the smallest of its floating weights."""
+    arrays: Any = tree_flatten(model.parameters())
+    found = {x.dtype for _, x in arrays}
+    floats = [dtype for dtype in found if mx.issubdtype(dtype, mx.floating)]
+    return min(floats, key=lambda dtype: dtype.size, default=mx.float32)
 
 
 def linear_cases(model: nn.Module) -> list[Case]:
     """The cases of an installed model's linear layers."""
     return [layer.case for layer in model.modules() if isinstance(layer, KernelLinear)]
-
-
-def _supported(layer: Any) -> bool:
-    if layer.mode != "affine" or layer.bits not in (4, 8):
-        return False
-    return bool(layer.scales.size >= SMALLEST and layer.scales.dtype == layer.biases.dtype)
 
 
 def kernel_cases(runner: Runner) -> list[Case]:

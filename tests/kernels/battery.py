@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec.kernels import matmul
-from mlxspec.kernels.reference import Weights
 from tests import metalsim
 from tests.kernels import test_attention as attention
 from tests.kernels import test_sampling as draw
@@ -43,7 +42,7 @@ def nothing_is_past_the_end(matrix: bool) -> None:
     counts = []
     for k in (480, 512) if matrix else (736, 768):
         x, weights = qmm.some(3, 16, k, 32, 4, mx.float16)
-        qmm.simulated(x, weights, 32, 4, matrix)
+        qmm.simulated(x, weights, matrix)
         counts.append(metalsim.last().counts["simd"])
     assert counts[0] == counts[1], f"SIMD functions by K: {counts}"
 
@@ -56,16 +55,17 @@ def small_qmm_trial(
     bits: int,
     dtype: mx.Dtype,
     matrix: bool,
+    mode: str = "affine",
 ) -> None:
     """The first count of rows against the reference and its traffic, the others to the bit."""
-    x, weights = qmm.some(counts[0], columns, k, group, bits, dtype)
-    fewer = [qmm.simulated(x[:count], weights, group, bits, matrix) for count in counts[1:]]
-    whole = qmm.simulated(x, weights, group, bits, matrix, order=3)
+    x, weights = qmm.some(counts[0], columns, k, group, bits, dtype, mode)
+    fewer = [qmm.simulated(x[:count], weights, matrix) for count in counts[1:]]
+    whole = qmm.simulated(x, weights, matrix, order=3)
     read = {name: each.read for name, each in metalsim.last().traffic.items()}
-    qmm.check(whole, x, weights, group, bits)
+    qmm.check(whole, x, weights)
     for count, rows in zip(counts[1:], fewer, strict=True):
         assert mx.array_equal(rows, whole[:count]), f"rows of {count} are not those of {counts[0]}"
-    for name, array in zip(("w", "scales", "biases"), weights, strict=True):
+    for name, array in qmm.arrays_of(weights).items():
         assert read[name] == array.nbytes, f"{name}: {read[name]} bytes read of {array.nbytes}"
 
 
@@ -79,10 +79,11 @@ def small_qmm() -> Iterator[Trial]:
             ((4, 3), 13, 2112, 64, 4, mx.float16),
         ):
             yield partial(small_qmm_trial, *case, matrix)
+        for group, bits, mode in qmm.OTHERS:
+            case = (5, 2), 13, 4 * max(group, 32), group, bits, mx.bfloat16
+            yield partial(small_qmm_trial, *case, matrix, mode)
         x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
-        yield partial(
-            all_are_needed, partial(matmul.small_qmm, x, Weights(*weights, 32, 8), matrix)
-        )
+        yield partial(all_are_needed, partial(matmul.small_qmm, x, weights, matrix))
         yield partial(nothing_is_past_the_end, matrix)
 
 

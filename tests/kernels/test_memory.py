@@ -5,6 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxspec.kernels import attention, matmul, sampling, trial
+from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case, Inputs
 
@@ -51,7 +52,7 @@ def test_attention_over_quantized_pools() -> None:
 
 def test_a_large_lm_head() -> None:
     """Of all its columns the weights alone take 780 MB; an instance of the kernel is the same."""
-    case = matmul.small_qmm_case(152_064, 5120, 8, 64, mx.bfloat16)
+    case = matmul.small_qmm_case(152_064, 5120, Format(8, 64, "affine", mx.bfloat16))
     inputs = case.inputs(0)
     assert size_of_sets(inputs) <= LIMIT
     columns = len(inputs[1])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mlxspec.kernels import matmul, reference
+from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Rejected, relative_error
 from tests import metalsim
@@ -13,18 +14,20 @@ from tests.kernels import FLOATS, on_simulator
 ROUNDING = {mx.float32: 0.0, mx.float16: 2**-10, mx.bfloat16: 2**-7}  # one step of the result
 SUMMING = 1e-6  # of the sum of the products' magnitudes, in fp32
 ODD = 13  # columns: neither of a SIMD-group's nor of a threadgroup's count
-Arrays = tuple[mx.array, mx.array, mx.array]
+OTHERS = [(32, 3, "affine"), (64, 5, "affine"), (128, 6, "affine"), (64, 2, "affine")]
+OTHERS += [(32, 4, "mxfp4"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
 pytestmark = pytest.mark.usefixtures("device")
 
 
 def some(
-    rows: int, columns: int, k: int, group: int, bits: int, dtype: mx.Dtype
-) -> tuple[mx.array, Arrays]:
+    rows: int, columns: int, k: int, group: int, bits: int, dtype: mx.Dtype, mode: str = "affine"
+) -> tuple[mx.array, Weights]:
     rng = np.random.default_rng(k)
     x, w = (
         mx.array(rng.normal(size=(n, k)).astype(np.float32)).astype(dtype) for n in (rows, columns)
     )
-    return x, mx.quantize(w, group, bits)
+    w, scales, *biases = mx.quantize(w, group, bits, mode=mode)
+    return x, Weights(w, scales, biases[0] if biases else None, group, bits, mode)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "matrix"])
@@ -32,18 +35,32 @@ def matrix(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def simulated(
-    x: mx.array, weights: Arrays, group: int, bits: int, matrix: bool, order: int = 0
-) -> mx.array:
+def simulated(x: mx.array, weights: Weights, matrix: bool, order: int = 0) -> mx.array:
     with metalsim.patch(order=order):
-        return matmul.small_qmm(x, Weights(*weights, group, bits), matrix)
+        return matmul.small_qmm(x, weights, matrix)
 
 
-def check(y: mx.array, x: mx.array, weights: Arrays, group: int, bits: int) -> None:
-    want = reference.small_qmm(x, Weights(*weights, group, bits))
+def arrays_of(weights: Weights) -> dict[str, mx.array]:
+    arrays = {"w": weights.weight, "scales": weights.scales, "biases": weights.biases}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def check(y: mx.array, x: mx.array, weights: Weights) -> None:
+    want = reference.small_qmm(x, weights)
     assert y.dtype == x.dtype and y.shape == want.shape
     got, want = (np.array(a.astype(mx.float32)) for a in (y, want))
-    w = mx.dequantize(weights[0], *(a.astype(mx.float32) for a in weights[1:]), group, bits)
+    scales = weights.scales
+    if weights.biases is not None:
+        scales = scales.astype(mx.float32)
+    w = mx.dequantize(
+        weights.weight,
+        scales,
+        weights.biases,
+        weights.group_size,
+        weights.bits,
+        mode=weights.mode,
+        dtype=mx.float32,
+    )
     allowed = SUMMING * np.abs(np.array(x.astype(mx.float32))) @ np.abs(np.array(w)).T
     assert (np.abs(got - want) <= allowed + ROUNDING[x.dtype] * np.abs(want)).all()
 
@@ -51,13 +68,14 @@ def check(y: mx.array, x: mx.array, weights: Arrays, group: int, bits: int) -> N
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_the_reference_is_the_product_with_dequantized_weights(group: int, bits: int) -> None:
-    x, (w, scales, biases) = some(3, ODD, 384, group, bits, mx.bfloat16)
-    q = (np.array(w)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
+    x, weights = some(3, ODD, 384, group, bits, mx.bfloat16)
+    scales, biases = weights.scales, weights.biases
+    q = (np.array(weights.weight)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (
+        2**bits - 1
+    )
     s, b, rows = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (scales, biases, x))
     dense = (q.reshape(ODD, -1, group) * s[..., None] + b[..., None]).reshape(ODD, -1)
-    got = np.array(
-        reference.small_qmm(x, Weights(w, scales, biases, group, bits)).astype(mx.float32)
-    )
+    got = np.array(reference.small_qmm(x, weights))
     assert np.allclose(got, rows @ dense.T, rtol=2**-8, atol=1e-5)
 
 
@@ -66,12 +84,10 @@ def rows_of_any_count(
 ) -> None:
     """All of 16 rows against the reference, and fewer of them to the bit."""
     x, weights = some(16, ODD, 5 * group, group, bits, dtype)
-    whole = simulated(x, weights, group, bits, matrix)
-    check(whole, x, weights, group, bits)
+    whole = simulated(x, weights, matrix)
+    check(whole, x, weights)
     for count in counts:
-        assert mx.array_equal(simulated(x[:count], weights, group, bits, matrix), whole[:count]), (
-            count
-        )
+        assert mx.array_equal(simulated(x[:count], weights, matrix), whole[:count]), count
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
@@ -91,12 +107,55 @@ def test_for_every_count_of_rows(group: int, bits: int, dtype: mx.Dtype, matrix:
     rows_of_any_count(group, bits, dtype, matrix, range(1, 16))
 
 
+@on_simulator
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+@pytest.mark.parametrize("group, bits, mode", OTHERS)
+def test_other_formats(group: int, bits: int, mode: str, dtype: mx.Dtype, matrix: bool) -> None:
+    """Values, rows that do not know of each other, and each byte read once."""
+    x, weights = some(16, ODD, 7 * max(group, 32), group, bits, dtype, mode)
+    whole = simulated(x, weights, matrix)
+    check(whole, x, weights)
+    for rows in (1, 2, 5, 9):
+        assert mx.array_equal(simulated(x[:rows], weights, matrix), whole[:rows]), rows
+        read = {name: each.read for name, each in metalsim.last().traffic.items()}
+        for name, array in arrays_of(weights).items():
+            assert read[name] == array.nbytes, (rows, name)
+
+
+@pytest.mark.parametrize(
+    "mode, bits, group", [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+)
+def test_each_code_and_scale(mode: str, bits: int, group: int, matrix: bool) -> None:
+    """Of a format of floats: rows of a unit matrix give the weights themselves."""
+    codes = np.tile(np.arange(2**bits, dtype=np.uint8), 32 * 8 // 2**bits)
+    if bits == 8:
+        codes[codes % 128 == 127] = 0  # no number
+    else:
+        codes = codes[::2] | codes[1::2] << 4
+    weight = mx.array(np.tile(codes, (8, 1)).view(np.uint32))
+    k = weight.shape[1] * 32 // bits
+    steps = np.arange(8 * k // group).reshape(8, -1)
+    scales = mx.array((steps % 126 if mode == "nvfp4" else 40 + 2 * steps).astype(np.uint8))
+    weights = Weights(weight, scales, None, group, bits, mode)
+    want = mx.dequantize(weight, scales, None, group, bits, mode=mode, dtype=mx.float32)
+    assert mx.isfinite(want).all()
+    for first in range(0, k, 16):
+        y = simulated(mx.eye(16, k, first), weights, matrix)
+        assert mx.array_equal(y.T, want[:, first : first + 16])
+
+
+def test_scales_and_biases_of_two_dtypes(matrix: bool) -> None:
+    x, weights = some(3, ODD, 128, 64, 4, mx.float32)
+    weights.scales = weights.scales.astype(mx.bfloat16)
+    check(simulated(x, weights, matrix), x, weights)
+
+
 @pytest.mark.parametrize("order", [0, 1, 7])
 @pytest.mark.parametrize("columns", [8, 15, 33])
 @pytest.mark.parametrize("k", [32, 96, 288, 992])
 def test_shapes(k: int, columns: int, order: int, matrix: bool) -> None:
     x, weights = some(3, columns, k, 32, 4, mx.bfloat16)
-    check(simulated(x, weights, 32, 4, matrix, order), x, weights, 32, 4)
+    check(simulated(x, weights, matrix, order), x, weights)
 
 
 @on_simulator
@@ -109,13 +168,11 @@ def test_simd_groups_that_share_k(k: int, group: int, bits: int, split: int, col
     assert matmul._split(columns, k) == split
     for order in (0, 7):
         x, weights = some(16, columns, k, group, bits, mx.bfloat16)
-        whole = simulated(x, weights, group, bits, False, order)
-        check(whole, x, weights, group, bits)
-        assert metalsim.last().traffic["w"].read == weights[0].nbytes
+        whole = simulated(x, weights, False, order)
+        check(whole, x, weights)
+        assert metalsim.last().traffic["w"].read == weights.weight.nbytes
     for count in (1, 3):
-        assert mx.array_equal(simulated(x[:count], weights, group, bits, False), whole[:count]), (
-            count
-        )
+        assert mx.array_equal(simulated(x[:count], weights, False), whole[:count]), count
 
 
 def test_k_is_shared_where_columns_alone_do_not_fill_a_gpu() -> None:
@@ -128,7 +185,7 @@ def test_k_is_shared_where_columns_alone_do_not_fill_a_gpu() -> None:
 @pytest.mark.parametrize("k, group, bits", [(256, 32, 4), (512, 64, 8), (1024, 128, 4)])
 def test_few_columns(k: int, group: int, bits: int, columns: int, matrix: bool) -> None:
     x, weights = some(2, columns, k, group, bits, mx.float16)
-    check(simulated(x, weights, group, bits, matrix), x, weights, group, bits)
+    check(simulated(x, weights, matrix), x, weights)
 
 
 @on_simulator
@@ -139,26 +196,26 @@ def test_weights_are_read_once_for_any_count_of_rows(
     """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not
     full. And rows are those of 16 to the bit."""
     x, weights = some(16, ODD, k, group, bits, mx.bfloat16)
-    whole = simulated(x, weights, group, bits, matrix)
+    whole = simulated(x, weights, matrix)
     for rows in (1, 2, 4, 5, 9, 15, 16):
-        assert mx.array_equal(simulated(x[:rows], weights, group, bits, matrix), whole[:rows]), rows
+        assert mx.array_equal(simulated(x[:rows], weights, matrix), whole[:rows]), rows
         read = {name: each.read for name, each in metalsim.last().traffic.items()}
-        for name, array in zip(("w", "scales", "biases"), weights, strict=True):
+        for name, array in arrays_of(weights).items():
             assert read[name] == array.nbytes, (rows, name)
 
 
 def test_scales_of_another_dtype_than_the_rows(matrix: bool) -> None:
     x, weights = some(3, ODD, 128, 64, 4, mx.bfloat16)
     x = x.astype(mx.float32)
-    check(simulated(x, weights, 64, 4, matrix), x, weights, 64, 4)
+    check(simulated(x, weights, matrix), x, weights)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 def test_a_row_that_overflows_leaves_its_neighbours(bad: float, matrix: bool) -> None:
     x, weights = some(5, ODD, 320, 64, 8, mx.float32)
-    want = simulated(x, weights, 64, 8, matrix)
+    want = simulated(x, weights, matrix)
     x[2] = bad
-    got = simulated(x, weights, 64, 8, matrix)
+    got = simulated(x, weights, matrix)
     assert not mx.isfinite(got[2]).all()
     assert all(mx.array_equal(got[i], want[i]) for i in (0, 1, 3, 4))
 
@@ -168,7 +225,7 @@ def test_a_row_that_overflows_leaves_its_neighbours(bad: float, matrix: bool) ->
 def test_a_case(bits: int, dtype: mx.Dtype) -> None:
     """What a proof of it would find here: each way within the tolerance, inputs by the seed,
     finite."""
-    case = matmul.small_qmm_case(24, 128, bits, 64, dtype)
+    case = matmul.small_qmm_case(24, 128, Format(bits, 64, "affine", dtype))
     assert (
         case.name == f"small_qmm 24x128 of {bits} bits, group 64, {str(dtype).rpartition('.')[2]}"
     )
@@ -193,7 +250,7 @@ def test_a_case(bits: int, dtype: mx.Dtype) -> None:
 def test_a_case_sees_small_mistakes(bits: int, dtype: mx.Dtype) -> None:
     """As a kernel would make them that is right but for this: all of it is below what bfloat16
     rounds to."""
-    case = matmul.small_qmm_case(64, 1024, bits, 64, dtype)
+    case = matmul.small_qmm_case(64, 1024, Format(bits, 64, "affine", dtype))
     x, w, scales, biases = case.inputs(0)
     want = case.reference(x, w, scales, biases)
     relative_error(want.astype(dtype), want, case.tolerance, dtype)
@@ -225,7 +282,10 @@ def test_few_instances_for_all_counts_of_rows(
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda *a: launch)
     x, weights = some(16, 8, 64, 64, 4, mx.float32)
     for rows in range(1, 17):
-        matmul.small_qmm(x[:rows], Weights(*weights, 64, 4), matrix)
+        matmul.small_qmm(x[:rows], weights, matrix)
     assert seats == ([8] * 8 + [16] * 8 if matrix else [1, 2, 4, 4, *[8] * 4, *[16] * 8])
-    raced = {seats[rows - 1] for rows in matmul.small_qmm_case(8, 64, 4, 64, mx.float32).raced}
+    raced = {
+        seats[rows - 1]
+        for rows in matmul.small_qmm_case(8, 64, Format(4, 64, "affine", mx.float32)).raced
+    }
     assert raced == set(seats)

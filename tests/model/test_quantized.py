@@ -26,9 +26,9 @@ def verdicts() -> Iterator[None]:
     KERNELS.verdicts.clear()
 
 
-def quantized_model(kind: str, bits: int = 4, **change: Any) -> nn.Module:
+def quantized_model(kind: str, bits: int = 4, mode: str = "affine", **change: Any) -> nn.Module:
     m = tiny.model(kind, **change)
-    nn.quantize(m, 32, bits)
+    nn.quantize(m, 16 if mode == "nvfp4" else 32, bits, mode=mode)
     mx.eval(m.parameters())
     return m
 
@@ -117,14 +117,16 @@ def test_rows_of_another_dtype_than_the_scales_are_mlxs() -> None:
         assert not used and mx.array_equal(y, layer()(x))
 
 
-def test_biases_of_another_dtype_than_the_scales_are_mlxs() -> None:
-    """No proof covers them: a case's scales and biases have one dtype."""
+def test_biases_of_another_dtype_than_the_scales_count_in_the_result() -> None:
+    """As in MLX's."""
     mixed = layer()
     mixed.biases = mixed.biases.astype(mx.float32)
     x = mx.random.normal((3, 96)).astype(mx.float16)
     want = mixed(x)
-    quantized.install(mixed)
-    assert type(mixed) is nn.QuantizedLinear and mx.array_equal(mixed(x), want)
+    ours, case = installed(mixed)
+    assert "float16 float32" in case.name
+    y, used = launched(lambda: ours(x))
+    assert used and y.dtype == want.dtype == mx.float32 and mx.allclose(y, want, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
@@ -162,10 +164,15 @@ def test_cases_of_a_model() -> None:
     assert "small_qmm 64x64" in found and "small_qmm 320x64" not in found
 
 
-def test_unsupported_layers_keep_mlxs_own_operation() -> None:
-    """Each layer by its own bits."""
+def test_layers_of_all_formats_in_a_model() -> None:
+    """Each by its own; classes that are not MLX's keep their operation."""
     m = tiny.model("llama")
-    how = {"q_proj": {"bits": 8}, "k_proj": {"bits": 6}, "v_proj": {"mode": "mxfp4"}}
+    how = {
+        "q_proj": {"bits": 8},
+        "k_proj": {"bits": 6},
+        "v_proj": {"mode": "mxfp4"},
+        "gate_proj": {"mode": "nvfp4", "group_size": 16},
+    }
 
     def choose(path: str, x: nn.Module) -> Any:
         if not hasattr(x, "to_quantized") or path.endswith("o_proj"):
@@ -175,23 +182,48 @@ def test_unsupported_layers_keep_mlxs_own_operation() -> None:
     nn.quantize(m, class_predicate=choose)
     m.layers[0].mlp.up_proj.__class__ = type("Other", (nn.QuantizedLinear,), {})
     quantized.install(m)
-    assert {type(x.self_attn.q_proj) for x in m.layers} == {quantized.KernelLinear}
-    assert type(m.layers[1].self_attn.v_proj) is nn.QuantizedLinear, "mxfp4"
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert {type(x.self_attn[name]) for x in m.layers} == {quantized.KernelLinear}
     assert type(m.layers[0].mlp.up_proj).__name__ == "Other"
-    assert type(m.layers[0].self_attn.k_proj) is nn.QuantizedLinear
-    assert any("64x64 of 8 bits" in case.name for case in cases(m))
+    names = " ".join(case.name for case in cases(m))
+    for part in ("64x64 of 8 bits", "of 6 bits", "32x64 of mxfp4", "of nvfp4"):
+        assert part in names
+
+
+def test_a_format_that_no_kernel_has_is_mlxs() -> None:
+    """A column of nvfp4 with 48 inputs is no whole number of 32."""
+    odd = nn.QuantizedLinear.from_linear(nn.Linear(48, 24, False), 16, 4, mode="nvfp4")
+    quantized.install(odd)
+    assert type(odd) is nn.QuantizedLinear
 
 
 @pytest.mark.parametrize(
-    "kind, way, temperature",
-    only([("qwen3", "plain", 0.8), ("llama", "matrix", 0.0)], 1),
+    "kind, bits, mode, way, temperature",
+    only(
+        [
+            ("qwen3", 4, "affine", "plain", 0.8),
+            ("llama", 4, "affine", "matrix", 0.0),
+            ("gpt_oss", 4, "mxfp4", "plain", 0.8),
+            ("qwen3_moe", 6, "affine", "plain", 0.0),
+            ("llama", 3, "affine", "plain", 0.8),
+            ("llama", 4, "nvfp4", "plain", 0.8),
+            ("qwen3", 8, "mxfp8", "matrix", 0.0),
+        ],
+        1,
+        2,
+    ),
 )
 def test_tokens_are_those_of_plain_decoding(
-    kind: str, way: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    bits: int,
+    mode: str,
+    way: str,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two sequences with drafts, at most 16 rows a step, by kernels alone; until they are
     parked."""
-    m = quantized_model(kind)
+    m = quantized_model(kind, bits, mode)
     quantized.install(m)
     force(recorded(lambda: m(mx.array([[1, 2]]))), way)
     prompts = {"a": [5, 9, 2, 7, 5, 9, 2], "b": [3, 1, 4], "c": [8] * 9}

@@ -108,10 +108,25 @@ void qmm_run(
   }
 }
 
-// Adds to sums[m] what row m of x gives with QMM_COLUMNS columns, those from n0 on, for m < count: of K, the
-// spans that are the turn of `part` of SPLIT. Lanes share a span; each sums over its values in rising order.
-template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename T, typename S, typename B>
+// Where row m of a product is read from x, and where it goes in y.
+struct QmmRows {
+  int from(int m) const { return m; }
+  int to(int m) const { return m; }
+};
+// The same for choices of experts, which are sorted by expert: `order` has their places, and `per_row` of them
+// share a row of x.
+struct QmmChoices {
+  const device uint* order;
+  int per_row;
+  int from(int m) const { return int(order[m]) / per_row; }
+  int to(int m) const { return int(order[m]); }
+};
+
+// Adds to sums[m] what row m gives with QMM_COLUMNS columns, those from n0 on, for m < count: of K, the spans
+// that are the turn of `part` of SPLIT. Lanes share a span; each sums over its values in rising order.
+template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename R, typename T, typename S, typename B>
 void qmm_add(
+    R rows,
     const device T* x,
     int count,
     const device uint* w,
@@ -123,6 +138,13 @@ void qmm_add(
     int part,
     uint lane,
     thread float (&sums)[M][QMM_COLUMNS]) {
+  int from[M] = {};
+#pragma unroll
+  for (int m = 0; m < M; m++) {
+    if (m < count) {
+      from[m] = rows.from(m);
+    }
+  }
   for (int k0 = QMM_SPAN * part; k0 < K; k0 += QMM_SPAN * SPLIT) {
     float values[QMM_COLUMNS][QMM_RUN] = {};
 #pragma unroll
@@ -140,7 +162,7 @@ void qmm_add(
         if (m < count) {
 #pragma unroll
           for (int i = 0; i < QMM_RUN; i++) {
-            const float at = float(x[m * K + k + i]);
+            const float at = float(x[from[m] * K + k + i]);
 #pragma unroll
             for (int c = 0; c < QMM_COLUMNS; c++) {
               sums[m][c] = fma(values[c][i], at, sums[m][c]);
@@ -154,8 +176,9 @@ void qmm_add(
 
 // Writes the sums to y: over the lanes by simd_sum, then over the parts in order.
 // `partial` has SPLIT * M * QMM_COLUMNS floats; where SPLIT is 1 it is not touched.
-template <int M, int SPLIT, typename T>
+template <int M, int SPLIT, typename R, typename T>
 void qmm_put(
+    R rows,
     const thread float (&sums)[M][QMM_COLUMNS],
     int count,
     device T* y,
@@ -173,7 +196,7 @@ void qmm_put(
         if (SPLIT > 1 && lane == 0) {
           partial[(part * M + m) * QMM_COLUMNS + c] = sum;
         } else if (lane == 0 && n0 + c < N) {
-          y[m * N + n0 + c] = T(sum);
+          y[rows.to(m) * N + n0 + c] = T(sum);
         }
       }
     }
@@ -188,14 +211,15 @@ void qmm_put(
       for (int s = 1; s < SPLIT; s++) {
         sum += partial[s * M * QMM_COLUMNS + at];
       }
-      y[row * N + n0 + c] = T(sum);
+      y[rows.to(row) * N + n0 + c] = T(sum);
     }
   }
 }
 
 // SPLIT SIMD-groups share K; where SPLIT is 1, a threadgroup is two SIMD-groups that share nothing. M >= count.
-template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename T, typename S, typename B>
+template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename R, typename T, typename S, typename B>
 void small_qmm(
+    R rows,
     const device T* x,
     int count,
     const device uint* w,
@@ -211,8 +235,48 @@ void small_qmm(
   const int n0 = QMM_COLUMNS * int(SPLIT > 1 ? tile : 2 * tile + simd);
   const int part = SPLIT > 1 ? int(simd) : 0;
   float sums[M][QMM_COLUMNS] = {};
-  qmm_add<M, BITS, GROUP, FORMAT, SPLIT>(x, count, w, scales, biases, n0, N, K, part, lane, sums);
-  qmm_put<M, SPLIT>(sums, count, y, n0, N, partial, part, lane);
+  qmm_add<M, BITS, GROUP, FORMAT, SPLIT>(rows, x, count, w, scales, biases, n0, N, K, part, lane, sums);
+  qmm_put<M, SPLIT>(rows, sums, count, y, n0, N, partial, part, lane);
+}
+
+// The same with the weights [E, N, ...] of experts: `experts` of `choices` choices, rising, and their `order`. The
+// threadgroups number `first` take the next M choices of an expert from there on, each weight read once for them;
+// they have nothing to do where others take choice `first`.
+template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename T, typename S, typename B>
+void small_qmm_experts(
+    const device T* x,
+    const device uint* experts,
+    const device uint* order,
+    int choices,
+    int per_row,
+    const device uint* w,
+    const device S* scales,
+    const device B* biases,
+    device T* y,
+    int N,
+    int K,
+    threadgroup float* partial,
+    uint3 group,
+    uint simd,
+    uint lane) {
+  const int first = int(group.y);
+  const uint expert = experts[first];
+  int before = 0;
+  while (before < first && experts[first - before - 1] == expert) {
+    before++;
+  }
+  if (before % M > 0) {
+    return;
+  }
+  int count = 1;
+  while (count < M && first + count < choices && experts[first + count] == expert) {
+    count++;
+  }
+  const size_t column = size_t(expert) * N;
+  const QmmChoices rows = {order + first, per_row};
+  small_qmm<M, BITS, GROUP, FORMAT, SPLIT>(
+      rows, x, count, w + column * (K / 32 * BITS), scales + column * (K / GROUP), biases + column * (K / GROUP), y, N,
+      K, partial, group.x, simd, lane);
 }
 
 constant constexpr int QMM_TILES = 2;                 // of 8 columns, that a SIMD-group computes

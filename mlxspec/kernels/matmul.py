@@ -3,16 +3,17 @@
 Rule: a function has the signature of its reference; `verify` decides whether it runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.metal import MetalKernel, dtype_name
+from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
@@ -33,20 +34,36 @@ FORMATS = {
     "mxfp8": (1, (8,), (32,)),
     "nvfp4": (2, (4,), (16,)),
 }
+SORTED = 64  # choices from which on mlx-lm sorts them by expert
 LIKELY = {1: (123, 129), 2: (24, 72)}  # scales of a case: powers of two, and floats, as their codes
 
-_PLACE = (
-    "threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
-)
 _PARTIAL = "threadgroup float partial[SPLIT * M * QMM_COLUMNS]; "
-_OPERANDS = "(x, x_shape[0], w, scales, biases, y, w_shape[0], x_shape[1], partial, "
+_WEIGHTS = "w, scales, biases, y, "
+_LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
+_TILE = "threadgroup_position_in_grid.x, " + _LANE
 
 SMALL_QMM = MetalKernel(
     "small_qmm",
     "small_qmm",
     "x w scales biases",
     outputs="y",
-    body=_PARTIAL + "small_qmm<M, BITS, GROUP, FORMAT, SPLIT>" + _OPERANDS + _PLACE,
+    body=_PARTIAL
+    + "small_qmm<M, BITS, GROUP, FORMAT, SPLIT>(QmmRows(), x, x_shape[0], "
+    + _WEIGHTS
+    + "w_shape[0], x_shape[1], partial, "
+    + _TILE,
+)
+SMALL_QMM_EXPERTS = MetalKernel(
+    "small_qmm_experts",
+    "small_qmm",
+    "x experts order w scales biases",
+    outputs="y",
+    body=_PARTIAL
+    + "small_qmm_experts<M, BITS, GROUP, FORMAT, SPLIT>"
+    + "(x, experts, order, x_shape[0] * PER_ROW, PER_ROW, "
+    + _WEIGHTS
+    + "w_shape[1], x_shape[1], partial, threadgroup_position_in_grid, "
+    + _LANE,
 )
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
@@ -54,9 +71,10 @@ SMALL_QMM_MATRIX = MetalKernel(
     "x w scales biases",
     outputs="y",
     body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; "
-    + "small_qmm_matrix<M, BITS, GROUP, FORMAT>"
-    + _OPERANDS
-    + _PLACE,
+    + "small_qmm_matrix<M, BITS, GROUP, FORMAT>(x, x_shape[0], "
+    + _WEIGHTS
+    + "w_shape[0], x_shape[1], partial, "
+    + _TILE,
 )
 
 
@@ -88,18 +106,71 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
         threads = 32 * max(2, split)
         width = COLUMNS if split > 1 else 2 * COLUMNS
         template = {"M": _capacity(rows), "SPLIT": split}
-    # Without biases the kernel reads none; an argument it must have.
-    biases = weights.scales if weights.biases is None else weights.biases
     return kernel(
-        [x, weights.weight, weights.scales, biases],
+        [x, *_arrays(weights)],
         (threads * ceil(columns / width), 1, 1),
         (threads, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
-        BITS=weights.bits,
-        GROUP=weights.group_size,
-        FORMAT=FORMATS[weights.mode][0],
+        **_format(weights),
         **template,
+    )[0]
+
+
+def _arrays(weights: Weights) -> list[Array]:
+    """Of the kernel, which reads no biases where there are none, but must be given some."""
+    scales, biases = weights.scales, weights.biases
+    return [weights.weight, scales, scales if biases is None else biases]
+
+
+def _format(weights: Weights) -> dict[str, int]:
+    format = FORMATS[weights.mode][0]
+    return {"BITS": weights.bits, "GROUP": weights.group_size, "FORMAT": format}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """The `count` experts that rows have chosen, uint32 rising, and the order that sorts them; both
+    arrays have some more elements where these are too few for a kernel."""
+
+    experts: Array
+    order: Array
+    count: int
+
+
+def sorted_choices(chosen: Array) -> Choices:
+    order = mx.argsort(chosen)
+    count = len(order)
+    experts = chosen[order]
+    if count < SMALLEST:
+        experts, order = (mx.pad(array, (0, SMALLEST - count)) for array in (experts, order))
+    return Choices(experts, order, count)
+
+
+def small_qmm_experts(
+    x: Array,
+    weights: Weights,
+    chosen: Array | Choices,
+    rows: int,
+) -> Array:
+    """As reference.small_qmm_experts in x's dtype. `rows`: no expert is chosen more often; beyond
+    ROWS times, its weights are read again."""
+    choices = chosen if isinstance(chosen, Choices) else sorted_choices(chosen)
+    columns = weights.weight.shape[1]
+    count = choices.count
+    split = _split(columns * count // rows, x.shape[1])
+    threads = 32 * max(2, split)
+    width = COLUMNS if split > 1 else 2 * COLUMNS
+    return SMALL_QMM_EXPERTS(
+        [x, choices.experts, choices.order, *_arrays(weights)],
+        (threads * ceil(columns / width), count, 1),
+        (threads, 1, 1),
+        output_shapes=[(count, columns)],
+        output_dtypes=[x.dtype],
+        M=_capacity(min(rows, ROWS)),
+        SPLIT=split,
+        PER_ROW=count // len(x),
+        **_format(weights),
     )[0]
 
 
@@ -118,6 +189,16 @@ class Format:
     def supported(self) -> bool:
         _, bits, groups = FORMATS.get(self.mode, (0, (), ()))
         return self.bits in bits and self.group_size in groups
+
+    @property
+    def how(self) -> Any:
+        """MLX's arguments."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    def weights(self, arrays: Sequence[Array]) -> Weights:
+        """Of weight, scales and biases, if it has these."""
+        weight, scales, *biases = arrays
+        return Weights(weight, scales, biases[0] if biases else None, **self.how)
 
     @property
     def name(self) -> str:
@@ -144,18 +225,17 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
     """For weights [n, k] of this format. Columns beyond MAX_CASE_BYTES are left out, as far as this
     does not change the others' order of summing."""
     columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES * 8 // (k * form.bits)))
-    how: Any = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
 
     def run(multiply: Call, *arrays: Array) -> Array:
-        x, w, scales, *biases = arrays
-        return multiply(x, Weights(w, scales, biases[0] if biases else None, **how))
+        x, *weights = arrays
+        return multiply(x, form.weights(weights))
 
     return Case(
         name=f"small_qmm {n}x{k} of {form.name}",
         rows=tuple(range(1, 1 + ROWS)),
         raced=RACED,
-        inputs=partial(_inputs, form, columns, k),
-        stock=partial(mx.quantized_matmul, transpose=True, **how),
+        inputs=partial(_inputs, form, (columns,), k),
+        stock=partial(mx.quantized_matmul, transpose=True, **form.how),
         reference=partial(run, reference.small_qmm),
         variants={
             "plain": partial(run, small_qmm),
@@ -165,14 +245,66 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
     )
 
 
-def _inputs(form: Format, columns: int, k: int, seed: int) -> Inputs:
-    """x [ROWS, k], and the arrays of weights [columns, k]."""
+def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: bool) -> Case:
+    """For weights [experts, n, k], of which each row chooses `top`. `shared`: these choices share
+    a row of K, else each has its own. Experts that ROWS rows cannot all choose are left out, and
+    columns beyond MAX_CASE_BYTES as above."""
+    some = min(experts, ROWS * top)
+    columns = min(n, max(FILL * COLUMNS // top, MAX_CASE_BYTES * 8 // (some * k * form.bits)))
+
+    def inputs(seed: int) -> Inputs:
+        count = 1 if shared else top
+        x, *weights = _inputs(form, (some, columns), k, seed, ROWS * count)
+        order = mx.random.uniform(shape=(ROWS, some), key=mx.random.key(seed))
+        chosen = mx.argsort(order, axis=-1)[:, :top]
+        return x.reshape(ROWS, count, k), chosen, *weights
+
+    def run(multiply: Call, x: Array, chosen: Array, *weights: Array) -> Array:
+        y = multiply(x.flatten(0, 1), form.weights(weights), chosen.flatten(), len(x))
+        return y.reshape(len(x), top, -1)
+
+    return Case(
+        name=f"small_qmm_experts {top} of {experts}x{n}x{k} of {form.name}",
+        rows=tuple(range(1, 1 + ROWS)),
+        raced=RACED,
+        inputs=inputs,
+        stock=partial(_by_mlx, form),
+        reference=partial(run, reference.small_qmm_experts),
+        variants={"plain": partial(run, small_qmm_experts)},
+        tolerance=TOLERANCE,
+        by_row=2,
+    )
+
+
+def _by_mlx(form: Format, x: Array, chosen: Array, *weights: Array) -> Array:
+    """As mlx-lm's experts: many choices are sorted before."""
+    count = chosen.size
+    x = mx.broadcast_to(x, (*chosen.shape, x.shape[-1])).reshape(count, 1, -1)
+    flat = chosen.flatten()
+    multiply = partial(mx.gather_qmm, transpose=True, **form.how)
+    if count < SORTED:
+        y = multiply(x, *weights, rhs_indices=flat)
+    else:
+        order = mx.argsort(flat)
+        y = multiply(x[order], *weights, rhs_indices=flat[order], sorted_indices=True)
+        y = y[mx.argsort(order)]
+    return y.reshape(*chosen.shape, -1)
+
+
+def _inputs(
+    form: Format,
+    columns: tuple[int, ...],
+    k: int,
+    seed: int,
+    rows: int = ROWS,
+) -> Inputs:
+    """x [rows, k], and the arrays of weights [*columns, k]."""
     of_x, of_w, of_scales = mx.random.split(mx.random.key(seed), 3)
-    x = mx.random.normal((ROWS, k), key=of_x).astype(form.dtype)
+    x = mx.random.normal((rows, k), key=of_x).astype(form.dtype)
     # Random bits: quantizing random weights would take eight times their memory.
-    words = columns * k * form.bits // 32
-    w = mx.random.split(of_w, ceil(words / 2)).flatten()[:words].reshape(columns, -1)  # keys
-    shape = columns, k // form.group_size
+    words = prod(columns) * k * form.bits // 32
+    w = mx.random.split(of_w, ceil(words / 2)).flatten()[:words].reshape(*columns, -1)  # keys
+    shape = *columns, k // form.group_size
     if form.mode == "affine":
         of_scale, of_bias = form.numbers or (form.dtype, form.dtype)
         scales = mx.random.uniform(0.5, 1.5, shape, key=of_scales) / 2**form.bits

@@ -241,15 +241,32 @@ def small_qmm(x: Array, weights: Weights) -> Array:
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
     multiplied one by one, as if each had an expert: several an M5 may multiply in TF32.
     """
-    scales, biases = weights.scales[None], weights.biases
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases[None].astype(mx.float32)
-    y = mx.gather_qmm(
-        x.astype(mx.float32)[:, None],
+    biases = weights.biases
+    one = Weights(
         weights.weight[None],
+        weights.scales[None],
+        None if biases is None else biases[None],
+        weights.group_size,
+        weights.bits,
+        weights.mode,
+    )
+    return small_qmm_experts(x, one, mx.zeros(len(x), mx.uint32))
+
+
+def small_qmm_experts(x: Array, weights: Weights, chosen: Array, _: int = 0) -> Array:
+    """float32 [R, N]: for each choice of an expert, uint32 `chosen` [R], the product of its row of
+    x [R or a divisor, K] with that one of the weights [E, N, ...], as small_qmm. Choices that share
+    a row are neighbours."""
+    scales, biases = weights.scales, weights.biases
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    rows = mx.repeat(x.astype(mx.float32), len(chosen) // len(x), axis=0)
+    y = mx.gather_qmm(
+        rows[:, None],
+        weights.weight,
         scales,
         biases,
-        rhs_indices=mx.zeros(len(x), mx.uint32),
+        rhs_indices=chosen,
         group_size=weights.group_size,
         bits=weights.bits,
         mode=weights.mode,

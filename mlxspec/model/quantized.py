@@ -5,15 +5,17 @@ own operation. Layers only change their class, so that arrays, names and other m
 """
 
 from collections.abc import Callable
-from math import prod
-from typing import Any
+from math import ceil, prod
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxspec.kernels import matmul
+from mlxspec.kernels.matmul import Choices
 from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
@@ -31,16 +33,19 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
         KERNELS.recorded.append(layer.case)
     *batch, k = x.shape
     variant = KERNELS.variant(layer.case.name, prod(batch))
-    dtype = layer.form.dtype
-    fits = x.dtype == dtype
-    if layer.mode == "affine":  # scales and biases count in the dtype of MLX's result
-        fits = mx.result_type(x.dtype, dtype) == dtype
-    if not (variant and fits):
+    if not (variant and _fits(layer, x)):
         return otherwise(x)
-    rows = x.reshape(-1, k).astype(dtype)
+    rows = x.reshape(-1, k).astype(layer.form.dtype)
     y = matmul.small_qmm(rows, layer, variant == "matrix")
     y = y.reshape(*batch, -1)
     return y + layer["bias"] if "bias" in layer else y
+
+
+def _fits(layer: Any, x: Array) -> bool:
+    """Whether MLX's result has the dtype of the layer's case."""
+    if layer.mode == "affine":  # scales and biases count in it
+        return bool(mx.result_type(x.dtype, layer.form.dtype) == layer.form.dtype)
+    return bool(x.dtype == layer.form.dtype)
 
 
 class KernelLinear(nn.QuantizedLinear):
@@ -53,7 +58,49 @@ class KernelEmbedding(nn.QuantizedEmbedding):
         return _multiply(self, x, super().as_linear)
 
 
-CLASSES: dict[Any, Any] = {nn.QuantizedLinear: KernelLinear, nn.QuantizedEmbedding: KernelEmbedding}
+class KernelSwitchLinear(QuantizedSwitchLinear):
+    """A product of experts. `case`: None until a step of a few rows is recorded, which shows how
+    many experts a row chooses, `top`."""
+
+    case: Case | None
+    top: int
+    _last: ClassVar[tuple[Array, Choices] | None] = None  # the layer's other products have the same
+
+    def __call__(self, x: Array, indices: Array, sorted_indices: bool = False) -> Any:
+        """x [*rows, top or 1, 1, K] with indices [*rows, top]; or sorted by expert, [R, 1, K] with
+        [R]."""
+        if KERNELS.recorded is not None and not sorted_indices:
+            self.top = indices.shape[-1]
+            experts, n, groups = self.scales.shape
+            self.case = matmul.experts_case(
+                experts,
+                n,
+                groups * self.group_size,
+                top=self.top,
+                form=self.form,
+                shared=x.shape[-3] == 1,
+            )
+            KERNELS.recorded.append(self.case)
+        rows = ceil(indices.size / self.top)
+        ours = self.case and KERNELS.variant(self.case.name, rows)
+        if not (ours and _fits(self, x)):
+            return super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
+        last = KernelSwitchLinear._last
+        if last is None or last[0] is not indices:
+            last = indices, matmul.sorted_choices(indices.flatten())
+            KernelSwitchLinear._last = last
+        flat = x.reshape(-1, x.shape[-1]).astype(self.form.dtype)
+        weights: Any = self
+        y = matmul.small_qmm_experts(flat, weights, last[1], rows)
+        y = y.reshape(*indices.shape, 1, -1)
+        return y + self["bias"][indices][..., None, :] if "bias" in self else y
+
+
+CLASSES: dict[Any, Any] = {
+    nn.QuantizedLinear: KernelLinear,
+    nn.QuantizedEmbedding: KernelEmbedding,
+    QuantizedSwitchLinear: KernelSwitchLinear,
+}
 
 
 def install(model: nn.Module) -> None:
@@ -63,11 +110,16 @@ def install(model: nn.Module) -> None:
         if type(layer) not in CLASSES or layer.scales.size < SMALLEST:
             continue
         form = matmul.format_of(layer, dtype)
-        n, groups = layer.scales.shape
+        *_, n, groups = layer.scales.shape
         k = groups * form.group_size
-        if form.supported and k % 32 == 0:
-            layer.__class__ = CLASSES[type(layer)]
-            layer.form, layer.case = form, matmul.small_qmm_case(n, k, form)
+        if not form.supported or k % 32 or layer.get("global_scale") is not None:
+            continue
+        layer.__class__ = CLASSES[type(layer)]
+        layer.form = form
+        if isinstance(layer, KernelSwitchLinear):
+            layer.case, layer.top = None, 1
+        else:
+            layer.case = matmul.small_qmm_case(n, k, form)
 
 
 def _dtype_of_rows(model: nn.Module) -> mx.Dtype:

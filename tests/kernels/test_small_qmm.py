@@ -122,6 +122,89 @@ def test_other_formats(group: int, bits: int, mode: str, dtype: mx.Dtype, matrix
             assert read[name] == array.nbytes, (rows, name)
 
 
+EXPERTS, TOP = 6, 2
+
+
+def experts(
+    rows: int, columns: int, k: int, group: int, bits: int, dtype: mx.Dtype, mode: str, own: bool
+) -> tuple[mx.array, Weights, mx.array]:
+    """Rows of K for each row, or for each choice of its `own`; weights; and choices, of which
+    expert 3 has most and expert 4 none."""
+    x, weights = some(rows * (TOP if own else 1), EXPERTS * columns, k, group, bits, dtype, mode)
+    for name in ("weight", "scales", "biases"):
+        if (array := getattr(weights, name)) is not None:
+            setattr(weights, name, array.reshape(EXPERTS, columns, -1))
+    chosen = np.array([(3, (0, 1, 2, 5)[row % 4]) for row in range(rows)], np.uint32)
+    return x, weights, mx.array(chosen.flatten())
+
+
+@on_simulator
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "columns, k, group, bits, mode, dtype",
+    [
+        (13, 96, 32, 4, "affine", mx.bfloat16),
+        (8, 224, 32, 4, "mxfp4", mx.float16),
+        (5, 1152, 64, 6, "affine", mx.float32),
+        (7, 544, 16, 4, "nvfp4", mx.bfloat16),
+    ],
+)
+def test_experts(
+    columns: int, k: int, group: int, bits: int, mode: str, dtype: mx.Dtype, own: bool
+) -> None:
+    """Values; choices that do not know of each other; each expert that was chosen is read once."""
+    x, weights, chosen = experts(16, columns, k, group, bits, dtype, mode, own)
+
+    def run(rows: int, order: int = 0) -> mx.array:
+        count = len(x) // 16 * rows
+        with metalsim.patch(order=order):
+            return matmul.small_qmm_experts(x[:count], weights, chosen[: rows * TOP], rows)
+
+    whole = run(16, order=7)
+    of = np.arange(16 * TOP) // (1 if own else TOP)
+    for i in range(0, 16 * TOP, 5):
+        e = chosen[i].item()
+        arrays = (weights.weight, weights.scales, weights.biases)
+        one = Weights(*(None if a is None else a[e] for a in arrays), group, bits, mode)
+        check(whole[i : i + 1], x[int(of[i]) : int(of[i]) + 1], one)
+    for rows in (1, 2, 3, 7):
+        assert mx.array_equal(run(rows), whole[: rows * TOP]), rows
+        used = len(set(np.array(chosen)[: rows * TOP]))
+        assert metalsim.last().traffic["w"].read == used * weights.weight.nbytes // EXPERTS
+
+
+@on_simulator
+def test_an_expert_of_more_rows_than_a_launch_holds() -> None:
+    """Is read again, and its rows are the same."""
+    x, weights, chosen = experts(40, 8, 96, 32, 4, mx.bfloat16, "affine", False)
+    with metalsim.patch():
+        whole = matmul.small_qmm_experts(x, weights, chosen, 40)
+        alone = [
+            matmul.small_qmm_experts(x[i : i + 1], weights, chosen[2 * i : 2 * i + 2], 1)
+            for i in range(0, 40, 7)
+        ]
+    for i, y in zip(range(0, 40, 7), alone, strict=True):
+        assert mx.array_equal(whole[2 * i : 2 * i + 2], y)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_case_of_experts(shared: bool) -> None:
+    form = Format(4, 32, "mxfp4", mx.bfloat16)
+    case = matmul.experts_case(40, 24, 96, 2, form, shared)
+    assert case.name == "small_qmm_experts 2 of 40x24x96 of mxfp4, bfloat16"
+    inputs = case.inputs(0)
+    assert inputs[2].shape[0] == 32, "no more than 16 rows can choose"
+    for rows in (1, 5, 16):
+        given = case.cut(inputs, rows)
+        want = case.reference(*given)
+        assert want.shape == (rows, 2, 24) and want.dtype == mx.float32
+        with metalsim.patch(checked=False):
+            y = case.variants["plain"](*given)
+        relative_error(y, want, case.tolerance, mx.bfloat16)
+        off = mx.abs(case.stock(*given) - want).max()  # it sums in the rows' own dtype on a CPU
+        assert off < 0.05 * mx.abs(want).max()
+
+
 @pytest.mark.parametrize(
     "mode, bits, group", [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 )

@@ -247,10 +247,11 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
 
 def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: bool) -> Case:
     """For weights [experts, n, k], of which each row chooses `top`. `shared`: these choices share
-    a row of K, else each has its own. Experts that ROWS rows cannot all choose are left out, and
-    columns beyond MAX_CASE_BYTES as above."""
-    some = min(experts, ROWS * top)
-    columns = min(n, max(FILL * COLUMNS // top, MAX_CASE_BYTES * 8 // (some * k * form.bits)))
+    a row of K, else each has its own. Columns beyond MAX_CASE_BYTES are left out as above, and
+    experts beyond that, or that ROWS rows cannot all choose."""
+    most = MAX_CASE_BYTES * 8 // (k * form.bits)  # columns of all experts
+    columns = min(n, max(FILL * COLUMNS // top, most // top))
+    some = min(experts, ROWS * top, max(top, most // columns))
 
     def inputs(seed: int) -> Inputs:
         count = 1 if shared else top

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import mlx.core as mx
+import pytest
 
 from mlxspec.kernels import attention, matmul, sampling, trial
 from mlxspec.kernels.matmul import Format
@@ -57,6 +58,22 @@ def test_a_large_lm_head() -> None:
     assert size_of_sets(inputs) <= LIMIT
     columns = len(inputs[1])
     assert columns < 152_064 and matmul._split(columns, 5120) == matmul._split(152_064, 5120)
+
+
+@pytest.mark.parametrize(
+    "experts, n, k, top, form",
+    [
+        (128, 5760, 2880, 4, Format(4, 32, "mxfp4", mx.bfloat16)),
+        (256, 2048, 512, 8, Format(4, 64, "affine", mx.bfloat16)),
+        (512, 1024, 4096, 10, Format(8, 64, "affine", mx.bfloat16)),
+    ],
+)
+def test_many_experts(experts: int, n: int, k: int, top: int, form: Format) -> None:
+    inputs = matmul.experts_case(experts, n, k, top, form, True).inputs(0)
+    assert size_of_sets(inputs) <= LIMIT
+    some, columns, _ = inputs[2].shape
+    assert top <= some <= experts
+    assert matmul._split(columns * top, k) == matmul._split(n * top, k)
 
 
 def test_sampling_of_a_large_vocabulary() -> None:

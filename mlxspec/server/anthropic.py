@@ -84,11 +84,12 @@ class Tool(Strict):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: Json
+    strict: bool = False
     defer_loading: bool = False
 
     @property
     def function(self) -> Json:
-        function = self.model_dump(include={"name", "description"}, exclude_none=True)
+        function = self.model_dump(include={"name", "description", "strict"}, exclude_defaults=True)
         return {**function, "parameters": self.input_schema}
 
 

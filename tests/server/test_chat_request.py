@@ -258,6 +258,41 @@ async def test_what_a_forced_call_does_not_obey_is_named(
         assert named == ", ".join(f"tools[f].{word}" for word in words)
 
 
+def forced(path: str, name: str, schema: Any, **more: Any) -> Any:
+    """A body that demands a call of one tool, as the API of `path` has it."""
+    if path == "/v1/messages":
+        tool = {"name": name, "input_schema": schema, **more}
+        choice = {"type": "any"}
+        return {"messages": MESSAGES, "max_tokens": 50, "tools": [tool], "tool_choice": choice}
+    function: Any = {"name": name, "parameters": schema, **more}
+    if path == "/v1/responses":
+        tool = {"type": "function", **function}
+        return {"input": "hello", "tools": [tool], "tool_choice": "required"}
+    tool = {"type": "function", "function": function}
+    return {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("strict", [True, False, None])
+@pytest.mark.parametrize("name", ["unique", "look-ahead"])
+async def test_only_a_strict_tool_is_refused(
+    make: Callable[..., Server], name: str, strict: bool | None, path: str
+) -> None:
+    """In the format of each API; what is not sent is no `strict`."""
+    schema, [word] = WILD[name]
+    more = {} if strict is None else {"strict": strict}
+    answer = await make(CALL).post(path, forced(path, "f", {"type": "object", **schema}, **more))
+    if not strict:
+        assert answer.status == 200, answer.body
+        assert answer.headers["x-mlxspec-ignored"] == f"tools[f].{word}"
+        return
+    assert answer.status == 400
+    error = answer.json["error"]
+    assert "tools[f].parameters" in error["message"] and "strict" in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert ("param" in error) == (path != "/v1/messages")
+
+
 async def test_types_in_capitals_are_enforced(make: Callable[..., Server]) -> None:
     """Gemini's SDKs write them; so are schemas that have null for a keyword."""
     s = make(CALL)

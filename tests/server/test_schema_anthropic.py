@@ -127,12 +127,17 @@ def test_a_nonce_leaves_no_trace(header: str) -> None:
 
 
 def test_tools() -> None:
-    bare = {"type": "custom", "name": "wait", "input_schema": {}}
+    bare = {"type": "custom", "name": "wait", "input_schema": {}, "strict": False}
     body, _, ignored = take(tools=[{**LOOK, "cache_control": {}, "strict": True}, bare])
     assert body.functions(deferred=False) == [
         {
             "type": "function",
-            "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}},
+            "function": {
+                "name": "look",
+                "description": "Looks.",
+                "strict": True,
+                "parameters": {"type": "object"},
+            },
         },
         {"type": "function", "function": {"name": "wait", "parameters": {}}},
     ]

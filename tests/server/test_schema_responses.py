@@ -283,7 +283,7 @@ def test_tools() -> None:
         {
             "type": "namespace",
             "name": "agents",
-            "tools": [function("spawn"), function("f"), {"type": "new"}],
+            "tools": [function("spawn", strict=True), function("f"), {"type": "new"}],
         },
         {"type": "namespace", "name": "mcp__git__", "tools": [{"type": "custom", "name": "say"}]},
     )
@@ -292,6 +292,7 @@ def test_tools() -> None:
     told = {name: tool.definition["function"] for name, tool in found.items()}
     assert all(name == function["name"] for name, function in told.items())
     assert told["f"] == {"name": "f", "description": "does", "parameters": {"type": "object"}}
+    assert {name for name, function in told.items() if "strict" in function} == {"agents__spawn"}
     text = told["patch"]["parameters"]["properties"]["input"]
     assert text["type"] == "string" and text["description"].endswith('lark grammar:\nstart: "x"')
     assert "grammar" not in json.dumps(told["mcp__git__say"])

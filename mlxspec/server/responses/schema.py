@@ -55,6 +55,7 @@ class Tool(Named):
     type: Literal["function", "custom"]
     description: str = ""
     parameters: Json = {"type": "object", "properties": {}}
+    strict: bool = False
     format: Json = {}
 
     @property
@@ -73,7 +74,9 @@ class Tool(Named):
                 description += f" It must follow this {syntax} grammar:\n{grammar}"
             text = {"input": {"type": "string", "description": description}}
             parameters = {"type": "object", "properties": text, "required": ["input"]}
-        function = {"name": self.full_name, "description": self.description}
+        function: Json = {"name": self.full_name, "description": self.description}
+        if self.strict:
+            function["strict"] = True
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
 

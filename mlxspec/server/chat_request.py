@@ -287,7 +287,7 @@ def loop_guard(
     decode, repeats = model.tokenizer.decode, asked_repeats(asked)
     usual = model.tokenizer.eos_token_id  # of several, the one that ends a turn
     end = usual if usual in ends else ends[0]
-    return partial(LoopGuard, end, shown, decode, repeats)
+    return partial(LoopGuard, end, shown, decode, repeats, forms={})
 
 
 def _shown(talk: Conversation) -> Callable[[], str]:

@@ -16,6 +16,7 @@ import pytest
 
 from bench.corpora import corpus
 from mlxspec.text.chat import load_tokenizer
+from mlxspec.text.structured import loop_guard
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.text.structured.loop_guard import (
@@ -122,6 +123,16 @@ COPIES = {
     "grep": "\n".join(f"src/a.html:{i}:{line}" for i, line in enumerate(LINES, 1)),
     "diff": "\n".join(f"+{line}" for line in LINES),
     "bat": "\n".join(f"{i:4} │ {line}" for i, line in enumerate(LINES, 1)),
+    "grep without numbers": "\n".join(f"src/a.html:{line}" for line in LINES),
+    "lines around what grep found": "\n".join(
+        f"src/a-b.html-{i}-{line}" for i, line in enumerate(LINES, 1)
+    ),
+    "a quote in a quote": "\n".join(f"> > {line}" for line in LINES),
+    "comments": "\n".join(f"// {line}" for line in LINES),
+    "a result in JSON": json.dumps({"output": "\n".join(LINES)}),
+    "cat -n in JSON": json.dumps({"output": CAT}),
+    "a result in JSON in JSON": json.dumps({"text": json.dumps({"output": "\n".join(LINES)})}),
+    "escapes for HTML": json.dumps("\n".join(LINES)).replace("<", "\\u003c"),
 }
 
 
@@ -143,6 +154,53 @@ def test_lines_may_be_copied_without_what_a_tool_puts_before(
         ids = tokenizer.encode(json.dumps(text) if escaped else text, add_special_tokens=False)
         made = replace(guard(), shown=lambda: prompt, decode=tokenizer.decode)
         assert (END in said(made, ids, most=20_000)) == (times > 1)
+
+
+MATRIX = [[0] * 20] * 40
+SHORT = json.dumps(MATRIX[0], separators=(",", ":"))
+TABLE = "| 0 | n/a |\n" * 80
+REWRITTEN = {  # what the prompt has, what the answer makes of it
+    "a table that is aligned": (TABLE, "|   0 | n/a    |\n" * 80),
+    "an empty one": ("| | |\n" * 300, "|   |    |\n" * 300),
+    "JSON with blanks": (f"[{SHORT},{SHORT}]" * 20, f"{MATRIX[0]}, " * 40),
+    "JSON without": (json.dumps(MATRIX, indent=1), f"{SHORT}," * 40),
+    "other quotes": ("'é': 'b',\n" * 99, '"é": "b",\n' * 99),
+    "umlauts in JSON": (json.dumps("ä 😀 ö\n" * 99), "ä 😀 ö\n" * 99),
+    "CSV as a table": ("0,0,n/a\n" * 99, "| 0 | 0 | n/a |\n" * 99),
+    "a list in Python": ("red\ngreen\n" * 99, '    "red",\n    "green",\n' * 99),
+    "a change of all lines": ("<td>0</td>\n" * 99, "+<td>0</td>\n" * 99),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_rows_may_be_written_in_another_way(tokenizer: Any, name: str) -> None:
+    """With other white space, quotes and signs; but not for ever."""
+    prompt, text = REWRITTEN[name]
+    for times in (1, 9):
+        ids = tokenizer.encode(text * times, add_special_tokens=False)
+        made = LoopGuard(END, lambda: f"Rewrite:\n{prompt}\n!", tokenizer.decode)
+        assert (END in said(made, ids, most=30_000)) == (times > 1)
+
+
+def test_what_the_client_sent_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all choices of a request, and searched once for each loop."""
+    table = [*islice(cycle(noise(20)), 4000)]
+    read, searched = [], []
+
+    def shown() -> str:
+        read.append(1)
+        return letters(table)
+
+    def search(*some: Any) -> int:
+        searched.append(1)
+        return longest(*some)
+
+    longest = loop_guard._longest_run
+    monkeypatch.setattr(loop_guard, "_longest_run", search)
+    make = partial(LoopGuard, END, shown, letters, forms={})
+    for _ in range(2):
+        assert END not in said(make(), table)
+    assert len(read) == 1 and len(searched) <= 2 * 4
 
 
 ROW = "[" + ", ".join(["0"] * 40) + "],\n"

@@ -7,10 +7,10 @@ for is no loop: a table that the answer copies, or as many repetitions as the la
 The model's own turns do not count, or each loop would allow a longer one in the next turn.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,18 @@ TIMES = {"x", "by", "\u00d7", "*"}  # between the numbers of a shape
 WISH = re.compile(
     r"(?<![\d.,])(?:\d{1,3}(?:[.,_ ]\d{3})+|\d{1,6})(?![\d.,]*\d)|[\u00d7*]|[^\W\d_]+|[.;:!?]"
 )
-# What a tool shows before the text of a line: a file's name, a number, a mark of a quote or change.
-PREFIX = re.compile(r"^(?:\S+:)?[ \t]*L?\d+(?:[→:.)-]| *[│|]|[ \t])|^[>+-]", re.MULTILINE)
+MAX_SHOWN = 1 << 20  # characters at the end of what the client sent that are compared
+MAX_LINES = 1 << 16  # of these, without what a tool puts before them
+MAX_RUNS = 1000  # stretches of it
+# What a tool shows before the text of a line: marks of a quote or change, a file's name, a number.
+PREFIX = re.compile(
+    r"^[^\w\n]*(?:\S+:|\S+-(?=\d+-))?(?:[ \t]*(?:Line |L)?\d+(?:[→:.)\]█-]| *[│|]|[ \t]))?",
+    re.MULTILINE,
+)
+BLANK_LINES = re.compile(r"\n\s+")  # many take long
+UNICODE = re.compile(r"\\u([\da-fA-F]{4})")
+ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": ""}
+Forms = list[np.ndarray]
 
 
 def asked_repeats(text: str) -> int:
@@ -87,47 +97,44 @@ def _run(ids: np.ndarray, period: int) -> int:
     return len(ids) - (int(different[-1]) + 1 if len(different) else 0)
 
 
-def _longest_run(shown: str, repeated: str) -> int:
-    """The longest stretch of `shown` that has `repeated` at least twice, wherever it begins in
-    it, in characters."""
-    period = len(repeated)
-    if not repeated or repeated not in shown:
+@cache
+def _kinds() -> np.ndarray:
+    """2 for each letter or digit in UTF-16, 1 for another sign, 0 for white space."""
+    kinds = [2 * sign.isalnum() or len(sign.strip()) for sign in map(chr, range(1 << 16))]
+    kinds[0xD800:0xE000] = [2] * 0x800  # halves of an emoji
+    return np.array(kinds, np.uint8)
+
+
+def _forms(text: str, kind: int) -> Forms:
+    """A text as it is compared, as it is and without what tools put before its lines: what is of
+    this kind or a higher one, in UTF-16, with JSON's escapes read."""
+    for escape, plain in ESCAPES.items():
+        text = text.replace(escape, plain)
+    text = UNICODE.sub(lambda found: chr(int(found[1], 16)), BLANK_LINES.sub("\n", text))
+    forms = []
+    for some in (text, PREFIX.sub("", text, MAX_LINES)):
+        codes = np.frombuffer(some.encode("utf-16-le", "surrogatepass"), np.uint16)
+        forms.append(codes[_kinds()[codes] >= kind])
+    return forms
+
+
+def _longest_run(shown: np.ndarray, cycle: np.ndarray) -> int:
+    """The longest stretch of `shown` that repeats `cycle` at least twice, wherever it begins in
+    it."""
+    period = len(cycle)
+    if not period or cycle.tobytes() not in shown.tobytes():
         return 0
-    text, cycle = _characters(shown), _characters(repeated)
-    different = np.flatnonzero(text[period:] != text[:-period])
-    edges = np.concatenate([[-1], different, [len(text) - period]])
+    different = np.flatnonzero(shown[period:] != shown[:-period])
+    edges = np.concatenate([[-1], different, [len(shown) - period]])
     lengths = np.diff(edges) - 1
+    runs = np.flatnonzero(lengths >= period)
     twice = np.tile(cycle, 2).tobytes()  # which contains every turn of it
-    longest = 0
-    for at in np.flatnonzero(lengths >= period).tolist():
-        start, whole = edges[at] + 1, int(lengths[at]) + period
-        if whole > longest:
-            found = twice.find(text[start : start + period].tobytes())
-            if found >= 0 and found % text.itemsize == 0:
-                longest = whole
-    return longest
-
-
-def _turned(cycle: str, at: int) -> str:
-    return cycle[at:] + cycle[:at]
-
-
-def _plain_lines(text: str) -> str:
-    """The text without white space at both ends of its lines."""
-    return "\n".join(line.strip() for line in text.split("\n"))
-
-
-def _unescaped(cycle: str) -> str:
-    """What is repeated, if it may be the text of a JSON string."""
-    found = re.search(r"(?<=[^\\])\\", cycle[-1:] + cycle)
-    try:
-        return str(json.loads(f'"{_turned(cycle, found.start() - 1)}"')) if found else cycle
-    except ValueError:
-        return cycle
-
-
-def _characters(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    for at in runs[np.argsort(-lengths[runs])][:MAX_RUNS].tolist():
+        start = edges[at] + 1
+        found = twice.find(shown[start : start + period].tobytes())
+        if found >= 0 and found % shown.itemsize == 0:
+            return int(lengths[at]) + period
+    return 0
 
 
 @dataclass(slots=True)
@@ -136,10 +143,10 @@ class LoopGuard:
     its end, and the answer goes on; another one forces the token `end`, under a grammar as soon as
     that allows it: first what ends a string, a list, an object.
 
-    `shown`: returns the text that the client sent, asked for at the first loop. `repeats`: how
-    often the prompt asks for something. `decode` returns the text of tokens. `inner`: the matcher
-    of a thinking budget or of the grammar, if there is one; `grammar`: the grammar's. `loops`
-    counts those that were ended.
+    `shown`: returns the text that the client sent, asked for at the first loop; `forms`: how that
+    is compared, shared by the guards of a request. `repeats`: how often the prompt asks for
+    something. `decode` returns the text of tokens. `inner`: the matcher of a thinking budget or of
+    the grammar, if there is one; `grammar`: the grammar's. `loops` counts those that were ended.
     """
 
     end: int
@@ -149,11 +156,12 @@ class LoopGuard:
     inner: Any = None
     grammar: GrammarMatcher | None = None
     loops: int = 0
+    forms: dict[int, Forms] = field(default_factory=dict)  # by kind
     _ids: list[int] = field(default_factory=list)  # of the answer
     _since: int = 0  # where the text begins that may hold the next loop
     _near: bool = False  # whether a loop may be complete after this window
     _loop: str = ""  # the text of the loop that ends the answer
-    _shown: list[str] = field(default_factory=list)  # as it is, and plainer
+    _copied: tuple[int, int, float] = (0, 0, 0.0)  # a loop's begin, period, and most periods
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
@@ -213,16 +221,26 @@ class LoopGuard:
         kinds = len({*recent[-period:]})
         if kinds <= MAX_LISTED and run <= min(MAX_ASKED, self.repeats * period):
             return True
-        if not self._shown:
-            text = self.shown()
-            self._shown = [text, _plain_lines(text), _plain_lines(PREFIX.sub("", text))]
+        begin = len(self._ids) - run
+        if self._copied[:2] != (begin, period):
+            self._copied = begin, period, self._periods_shown(recent, period)
+        return run < tokens_of_loop(period) + self._copied[2] * period
+
+    def _periods_shown(self, recent: Sequence[int], period: int) -> float:
+        """How often the client's text repeats the last period in a row."""
         # The period as text, from the middle of what repeats: decoding may change the first token.
         three, two = (self.decode([*recent[-n * period :]]) for n in (3, 2))
-        length = len(three) - len(two)
-        cycle = three[length : 2 * length]
-        copied = 0.0  # periods
-        for plain in (cycle, _unescaped(cycle)):  # of a call's arguments
-            for form in (plain, _plain_lines(_turned(plain, plain.find("\n") + 1))):
-                longest = max(_longest_run(text, form) for text in self._shown)
-                copied = max(copied, longest / max(1, len(form)))
-        return run < tokens_of_loop(period) + copied * period
+        for kind in (2, 1):
+            cycles = []
+            for form, shorter in zip(_forms(three, kind), _forms(two, kind), strict=True):
+                length = len(form) - len(shorter)
+                cycles.append(form[length : 2 * length])
+            if any(map(len, cycles)):
+                break
+        if kind not in self.forms:
+            self.forms[kind] = _forms(self.shown()[-MAX_SHOWN:], kind)
+        return max(
+            _longest_run(text, cycle) / max(1, len(cycle))
+            for text in self.forms[kind]
+            for cycle in cycles
+        )

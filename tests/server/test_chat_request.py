@@ -234,7 +234,7 @@ WILD: dict[str, tuple[Any, list[str]]] = {  # as MCP servers write it; what is n
     "dependent": ({"dependentRequired": {"a": ["b"]}}, ["dependentRequired"]),
     "names": ({"patternProperties": {"^(?!x)": {}, "y": {}}}, ["patternProperties"]),
     "look-ahead": ({"properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}, ["pattern"]),
-    "reference": ({"properties": {"a": {"$ref": "#/gone"}}}, ["parameters"]),
+    "reference": ({"properties": {"a": {"$ref": "#/gone"}}}, ["a"]),
     "null": ({"properties": None, "required": None}, []),
     "one of": ({"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}}, ["oneOf"]),
     "a name": ({"properties": {"pattern": {"type": "string", "description": "as (?!x)"}}}, []),

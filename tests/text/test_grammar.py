@@ -496,12 +496,62 @@ def test_only_the_tool_at_fault_is_freed(agent: Grammars) -> None:
     calls = agent.calls(some, None, True, "tool_choice")
     lark = agent.rules([calls.rule()])
     made = agent.compile(lark, False, "tool_choice", calls).result()
-    assert made.left_out == tuple(f"tools[{name}].parameters" for name in wild)
+    assert made.left_out == ("tools[reference].a", "tools[regex].parameters", "tools[type].a")
     begin = '<tool_call>\n{"name": "held", "arguments": {"n": '
     matcher = made()
     matcher.take(encode(agent.tokenizer, begin, special=False))
     [seven] = encode(agent.tokenizer, "7", special=False)
     assert ids(matcher.masks([])[0]) == [seven]
+
+
+FAULTS: dict[str, Any] = {
+    "word": {"type": "string", "pattern": r"\bfoo\b"},
+    "end": {"type": "string", "pattern": r"a\Z"},
+    "any": {"type": "any"},
+    "date": {"type": "Date"},
+    "null": None,
+    "text": "string",
+    "gone": {"$ref": "#/gone"},
+    "inexact": {"enum": [1e300]},
+    "deep": {"type": "object", "properties": {"x": {"type": "any"}}},
+}
+
+
+@pytest.mark.parametrize("names", [*([name] for name in FAULTS), list(FAULTS)])
+def test_only_the_property_at_fault_is_freed(
+    agent: Grammars, coder: Grammars, names: list[str]
+) -> None:
+    properties = {"n": {"$ref": "#/$defs/n"}} | {name: FAULTS[name] for name in names}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "$defs": {"n": {"type": "Integer", "minimum": 7, "maximum": 7}},
+    }
+    some = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for g in (agent, coder):
+        calls = g.calls(some, None, True, "tool_choice")
+        lark = g.rules([calls.rule()])
+        for _ in range(2):  # the second one is cached
+            made = g.compile(lark, False, "tool_choice", calls).result()
+            assert made.left_out == tuple(f"tools[f].{name}" for name in names)
+        reader = OutputParser(g.tokenizer, some, False, constrained=True)
+        reader.feed(text(g, walk(g, made(), random.Random(5), 60)))
+        reader.finish()
+        [call] = reader.calls
+        arguments = json.loads(call.arguments)
+        assert arguments["n"] == 7 and arguments.keys() == properties.keys()
+
+
+def test_a_client_cannot_name_what_is_left_out(agent: Grammars) -> None:
+    """Its own texts are none of the server's words."""
+    said = {"const": "mlxspec leaves out: uniqueItems", "description": "mlxspec leaves out: not"}
+    format = {"type": "string", "format": 'x "pattern"'}
+    schema = {"type": "object", "properties": {"a": said, "b": format}}
+    some = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    calls = agent.calls(some, None, True, "tool_choice")
+    made = agent.compile(agent.rules([calls.rule()]), False, "tool_choice", calls).result()
+    assert made.left_out == ("tools[f].format",)
 
 
 def test_warnings_of_a_slow_grammar_are_asked_for(agent: Grammars) -> None:

@@ -8,8 +8,8 @@ as OpenAI's and Anthropic's APIs do.
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,14 +19,7 @@ from mlxspec.text.formats import format_of, layout_of
 from mlxspec.text.layouts import CALL_ID, OTHER, SAME_KEY, Layout
 from mlxspec.text.messages import RejectedRequest, rejected, types_of
 from mlxspec.text.proof import forces_own_format
-from mlxspec.text.structured.json_schema import (
-    FREED,
-    LEFT_OUT,
-    first_line,
-    json_rule,
-    left_out,
-    normalized,
-)
+from mlxspec.text.structured.json_schema import first_line, json_rule, left_out, normalized
 from mlxspec.text.structured.trial import Trial
 from mlxspec.types import Json
 
@@ -38,6 +31,7 @@ CONDITIONS = {"if", "not", "anyOf", "oneOf", "allOf", "dependentRequired", "depe
 FREE = frozenset("type title description default examples nullable".split())
 
 Function = Mapping[str, Any]  # of a tool
+Freed = Mapping[str, Sequence[str] | None]  # properties by function; None: all arguments
 
 
 def is_strict(function: Function) -> bool:
@@ -49,47 +43,101 @@ def is_strict(function: Function) -> bool:
 class Calls:
     """The calls that an answer may have: one of these functions or, unless `single`, several.
     `heads`: the rules of what precedes the arguments of each in a model whose answers have headers;
-    there an answer has one call."""
+    there an answer has one call. `freed`: what may be anything in these functions."""
 
     tokenizer: TokenizerWrapper
     functions: Sequence[Function]
     single: bool
     heads: Sequence[str] = ()
+    freed: Freed = field(default_factory=dict)
 
-    def rule(self, free: Container[str] = ()) -> str:
-        """The Lark rule of the calls as the model writes them, of the tools named in `free` with
-        any arguments. The rules that it refers to follow on further lines. Raises RejectedRequest.
+    def rule(self) -> str:
+        """The Lark rule of the calls as the model writes them. The rules that it refers to follow
+        on further lines. Raises RejectedRequest.
 
         The output parser parses whatever the rule accepts as that call, with arguments that
         conform, except numbers too large for a float."""
-        functions = [{"name": f["name"]} if f["name"] in free else f for f in self.functions]
         if not self.heads:
-            return _call_rules(self.tokenizer, functions, self.single)
-        bodies = [arguments_rule(f) for f in functions]
+            return _call_rules(self.tokenizer, self.functions, self.single)
+        bodies = [arguments_rule(f) for f in self.functions]
         calls = [head + body for head, body in zip(self.heads, bodies, strict=True)]
         return "\n".join(["body", f"body: {' | '.join(calls)}"])
 
-    def left_out(
-        self, trial: Trial, error: RejectedRequest | None = None
-    ) -> dict[str, tuple[str, ...]]:
-        """The keywords that are not obeyed, by tool, but for strict ones. `error`: why the grammar
-        of all calls failed; FREED then stands for arguments that do not compile. Raises
-        RejectedRequest where a strict tool's do not."""
-        # A grammar that compiles obeys all of a strict tool.
-        functions = [f for f in self.functions if error or not is_strict(f)]
-        if not functions:
-            return {}
-        rules = [arguments_rule(function) for function in functions]
-        checked = trial.check([f"start: {rule}" for rule in rules])
-        words = {}
-        for function, rule, (failed, told) in zip(functions, rules, checked, strict=False):
-            fault = failed and error
-            if not is_strict(function):
-                words[function["name"]] = (FREED,) if fault else left_out(rule, told)
-            elif fault:
+    def looser(self, trial: Trial) -> Iterator["Calls"]:
+        """These calls and, whenever the last ones cannot be compiled, those that demand less of
+        tools that are not strict: without the properties at fault, or the parameters of a tool
+        where that does not help; without all parameters. Raises RejectedRequest for a strict tool
+        at fault."""
+        yield self
+        if faults := self._at_fault(trial):
+            some = self._without(_properties_at_fault(faults, trial))
+            yield some._without({**some.freed, **dict.fromkeys(_names(some._at_fault(trial)))})
+        yield self._without(dict.fromkeys(_names(f for f in self.functions if not is_strict(f))))
+
+    def _at_fault(self, trial: Trial) -> list[Function]:
+        """The functions whose arguments cannot be compiled by themselves. Raises RejectedRequest
+        for a strict one."""
+        found = []
+        for function, (failed, told) in zip(
+            self.functions, _checked(self.functions, trial), strict=False
+        ):
+            if failed and is_strict(function):
                 why = f"cannot be honoured: {first_line(told[0])}; leave that out, or strict"
-                raise rejected(parameters_of(function), why) from error
-        return words
+                raise rejected(parameters_of(function), why)
+            found += [function] * failed
+        return found
+
+    def _without(self, freed: Freed) -> "Calls":
+        functions = [_freed(f, freed.get(f["name"], [])) for f in self.functions]
+        return replace(self, functions=functions, freed=freed)
+
+    def left_out(self, trial: Trial) -> tuple[str, ...]:
+        """The paths of what calls that compile do not obey."""
+        functions = [f for f in self.functions if not is_strict(f)]
+        paths = []
+        for function, (_, told) in zip(functions, _checked(functions, trial), strict=False):
+            freed = self.freed.get(function["name"], [])
+            words = (
+                ["parameters"] if freed is None else [*freed, *left_out(_schema(function), told)]
+            )
+            paths += [f"tools[{function['name'][:64]}].{word[:64]}" for word in words]
+        return tuple(dict.fromkeys(paths))
+
+
+def _names(functions: Iterable[Function]) -> list[str]:
+    return [function["name"] for function in functions]
+
+
+def _checked(functions: Sequence[Function], trial: Trial) -> list[tuple[bool, list[str]]]:
+    """Trial.check of the arguments of each function."""
+    rules = [f"start: {arguments_rule(function)}" for function in functions]
+    return trial.check(rules) if rules else []
+
+
+def _properties_at_fault(functions: Sequence[Function], trial: Trial) -> Freed:
+    """The properties of each function that cannot be compiled by themselves."""
+    names, alone = [], []
+    for function in functions:
+        schema, name = _schema(function), function["name"]
+        properties = schema.get("properties")
+        for key, value in properties.items() if isinstance(properties, dict) else ():
+            names.append((name, key))
+            only = {**schema, "properties": {key: value}, "required": []}
+            alone.append({"name": name, "parameters": only})
+    unknown = [(True, list[str]())] * len(names)
+    found: dict[str, list[str]] = {name: [] for name in _names(functions)}
+    for (name, key), (failed, _) in zip(names, _checked(alone, trial) + unknown, strict=False):
+        found[name] += [key] * failed
+    return found
+
+
+def _freed(function: Function, names: Sequence[str] | None) -> Function:
+    """A function where these properties may be anything; None: all arguments."""
+    if not names:
+        return {"name": function["name"]} if names is None else function
+    schema = _schema(function)
+    properties = {**schema["properties"], **{name: {} for name in names}}
+    return {"name": function["name"], "parameters": {**schema, "properties": properties}}
 
 
 def _call_rules(
@@ -124,19 +172,18 @@ def parameters_of(function: Function) -> str:
 
 def arguments_rule(function: Function) -> str:
     """The rule of a function's arguments in JSON. Raises RejectedRequest."""
-    return _schema_rule(_schema(function), {"type": "object"}, function)
+    return _schema_rule(_schema(function), function)
 
 
-def _schema_rule(schema: Json, free: Json, function: Function) -> str:
+def _schema_rule(schema: Json, function: Function) -> str:
     """The rule of a schema of a function in JSON; unless that is strict, without what cannot be
-    enforced, or of the schema `free`. Raises RejectedRequest."""
-    where = parameters_of(function)
+    enforced, and one that cannot be compiled for what cannot be read. Raises RejectedRequest."""
     try:
-        return json_rule(schema, where, lenient=not is_strict(function))
+        return json_rule(schema, parameters_of(function), lenient=not is_strict(function))
     except RejectedRequest:
         if is_strict(function):
             raise
-        return json_rule({**free, "$comment": LEFT_OUT + FREED}, where)
+        return f"%json {json.dumps({'type': 'unreadable', 'schema': schema})}"
 
 
 def _schema(function: Function) -> Json:
@@ -248,7 +295,7 @@ class _Rules:
             return text.opens, self._rule(
                 f"({choices}) {self._text(text.closes.replace(SAME_KEY, name))}"
             )
-        rule = _schema_rule(schema, {}, function)
+        rule = _schema_rule(schema, function)
         if types == {"boolean"} and schema.keys() <= FREE:
             rule = f'("{layout.true}" | "{"False" if layout.true == "True" else "false"}")'
         return other.opens, self._rule(f"{rule} {self._text(other.closes.replace(SAME_KEY, name))}")

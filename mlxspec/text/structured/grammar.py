@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_headers, is_harmony
 from mlxspec.text.messages import RejectedRequest, Tools, rejected
 from mlxspec.text.structured.call_rules import Calls, regex_of
-from mlxspec.text.structured.json_schema import FREED, first_line
+from mlxspec.text.structured.json_schema import first_line
 from mlxspec.text.structured.trial import Trial, new_matcher, warm_error
 
 MAX_COMPILED = 32  # grammars in the cache
@@ -103,9 +103,9 @@ class Grammars:
         where: str,
         calls: Calls | None = None,
     ) -> Future["CompiledGrammar"]:
-        """A future for what makes a matcher for each answer. If `lark` is not accepted, the `calls`
-        in it that are at fault, and not strict, may have any arguments. `thinking`: the prompt has
-        opened the reasoning; None: the answer may open it."""
+        """A future for what makes a matcher for each answer. If `lark` is not accepted, what is at
+        fault in the `calls` in it may be anything, except in strict ones. `thinking`: the prompt
+        has opened the reasoning; None: the answer may open it."""
         grammar = self._cached(lark, thinking)
         if not grammar:
             return self._threads.submit(self._compile, lark, thinking, where, calls)
@@ -130,24 +130,7 @@ class Grammars:
             return made
         with self._building:
             self._vocabulary = self._vocabulary or self._read_vocabulary(where)
-        vocabulary = self._vocabulary
-        try:
-            grammar = vocabulary.compile(lark, thinking, where)
-            words = calls.left_out(vocabulary.trial) if calls else {}
-        except RejectedRequest as error:
-            if not calls:
-                raise
-            words = calls.left_out(vocabulary.trial, error)
-            free = [name for name, some in words.items() if FREED in some]
-            rule = calls.rule()
-            try:
-                grammar = vocabulary.compile(lark.replace(rule, calls.rule(free)), thinking, where)
-            except RejectedRequest:
-                words = dict.fromkeys(words, (FREED,))
-                text = lark.replace(rule, calls.rule(words))
-                grammar = vocabulary.compile(text, thinking, where)
-        named = [f"tools[{name[:64]}].{word}" for name, some in words.items() for word in some]
-        grammar = replace(grammar, left_out=tuple(named))
+        grammar = _compiled(self._vocabulary, lark, thinking, where, calls)
         with self._lock:
             self._compiled[lark, thinking] = grammar
             while sum(other.size for other in self._compiled.values()) > MAX_CACHED:
@@ -160,6 +143,27 @@ class Grammars:
         except BaseException as error:  # a panic of Rust code is no Exception
             why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
             raise rejected(where, f"{why}; leave it out") from error
+
+
+def _compiled(
+    vocabulary: "Vocabulary",
+    lark: str,
+    thinking: bool | None,
+    where: str,
+    calls: Calls | None,
+) -> "CompiledGrammar":
+    """Grammars.compile, by itself."""
+    if not calls:
+        return vocabulary.compile(lark, thinking, where)
+    rule, errors = calls.rule(), []
+    for some in calls.looser(vocabulary.trial):
+        try:
+            text = lark.replace(rule, some.rule())
+            grammar = vocabulary.compile(text, thinking, where)
+            return replace(grammar, left_out=some.left_out(vocabulary.trial))
+        except RejectedRequest as error:
+            errors.append(error)
+    raise errors[-1]
 
 
 class Vocabulary:

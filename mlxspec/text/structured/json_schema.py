@@ -34,9 +34,7 @@ STYLE = {
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
-LEFT_OUT = "mlxspec leaves out: "  # in a comment of a rule's schema
-FREED = "parameters"  # the word for all keywords of a schema
-CAPITALS = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
+TYPES = frozenset("string number integer boolean array object null".split())
 KEPT = {"const", "default"}  # keywords that may be null
 DATA = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
 # Keywords whose values are schemas by name.
@@ -48,18 +46,26 @@ def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
     """The Lark rule of the JSON that conforms to a schema; `lenient`: except for keywords that
     cannot be enforced. Raises RejectedRequest, naming the field `where`."""
     checked = checked_schema(schema, where)
-    for node in _schemas(checked) if lenient else ():
-        words = []
+    if lenient:
+        loosen(checked)
+    return f"%json {json.dumps({**checked, 'x-guidance': {**STYLE, 'lenient': lenient}})}"
+
+
+def loosen(schema: Json) -> list[str]:
+    """Delete the keywords of a schema that llguidance refuses; returns them."""
+    found = []
+    for node in _schemas(schema):
+        words = set()
         if LOOKS_AROUND.search(str(node.get("pattern", ""))):
-            words = ["pattern"]
+            words = {"pattern"}
         names = node.get("patternProperties")
         if isinstance(names, dict) and any(map(LOOKS_AROUND.search, names)):
             # The names that the patterns allow must stay possible.
-            words += {"patternProperties", "additionalProperties"} & node.keys()
+            words |= {"patternProperties", "additionalProperties"} & node.keys()
         for word in words:
             del node[word]
-            node["$comment"] = LEFT_OUT + " ".join(sorted(words))
-    return f"%json {json.dumps({**checked, 'x-guidance': {**STYLE, 'lenient': lenient}})}"
+        found += sorted(words)
+    return found
 
 
 def checked_schema(schema: Any, where: str) -> Json:
@@ -95,7 +101,7 @@ def normalized(schema: Json) -> Json:
 
 
 def _lower_case(name: Any) -> Any:
-    return name.lower() if name in CAPITALS else name
+    return str(name).lower() if str(name).lower() in TYPES else name
 
 
 def _schemas(schema: Any) -> Iterator[Json]:
@@ -114,13 +120,14 @@ def _schemas(schema: Any) -> Iterator[Json]:
                     stack.append(value)
 
 
-def left_out(lark: str, warnings: list[str]) -> tuple[str, ...]:
-    """The keywords that a lenient rule does not enforce, by its own comments and by llguidance's
-    warnings."""
-    words = " ".join(re.findall(rf'"{LEFT_OUT}([\w ]+)"', lark)).split()
+def left_out(schema: Json, warnings: list[str]) -> list[str]:
+    """The keywords that a lenient rule of a schema does not enforce: what `loosen` deletes, and
+    what llguidance warns of."""
+    words = loosen(json.loads(json.dumps(schema)))
     for warning in warnings:
-        words += re.findall(r'"([^"]+)"', warning) or re.findall("oneOf|format", warning)[:1]
-    return tuple(dict.fromkeys(words))
+        known = re.match("oneOf|Unknown (format)", warning)
+        words += [known[1] or known[0]] if known else re.findall(r'"([^"]+)"', warning)
+    return words
 
 
 def first_line(error: str) -> str:

@@ -513,6 +513,7 @@ FAULTS: dict[str, Any] = {
     "text": "string",
     "gone": {"$ref": "#/gone"},
     "inexact": {"enum": [1e300]},
+    "nothing": {"type": "integer", "minimum": 5, "maximum": 1},
     "deep": {"type": "object", "properties": {"x": {"type": "any"}}},
 }
 

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.text.control_tokens import any_of
 from mlxspec.text.formats import format_of, layout_of
 from mlxspec.text.layouts import CALL_ID, OTHER, SAME_KEY, Layout
-from mlxspec.text.messages import RejectedRequest, rejected, types_of
+from mlxspec.text.messages import RejectedRequest, as_list, rejected, types_of
 from mlxspec.text.proof import forces_own_format
 from mlxspec.text.structured.json_schema import first_line, json_rule, left_out, normalized
 from mlxspec.text.structured.trial import Trial
@@ -122,7 +122,8 @@ def _properties_at_fault(functions: Sequence[Function], trial: Trial) -> Freed:
         properties = schema.get("properties")
         for key, value in properties.items() if isinstance(properties, dict) else ():
             names.append((name, key))
-            only = {**schema, "properties": {key: value}, "required": []}
+            required = [key] * (key in as_list(schema.get("required")))
+            only = {**schema, "properties": {key: value}, "required": required}
             alone.append({"name": name, "parameters": only})
     unknown = [(True, list[str]())] * len(names)
     found: dict[str, list[str]] = {name: [] for name in _names(functions)}

@@ -32,7 +32,7 @@ from mlxspec.text.messages import TooLong, canonical, parameter_types, rejected
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import CompiledGrammar
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
-from mlxspec.text.structured.loop_guard import LoopGuard, asked_repeats
+from mlxspec.text.structured.loop_guard import LoopGuard, asked_repeats, asked_tokens
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
@@ -287,7 +287,8 @@ def loop_guard(
     decode, repeats = model.tokenizer.decode, asked_repeats(asked)
     usual = model.tokenizer.eos_token_id  # of several, the one that ends a turn
     end = usual if usual in ends else ends[0]
-    return partial(LoopGuard, end, shown, decode, repeats, forms={})
+    most = asked_tokens(asked)
+    return partial(LoopGuard, end, shown, decode, repeats, most=most, forms={})
 
 
 def _shown(talk: Conversation) -> Callable[[], str]:

@@ -21,10 +21,12 @@ from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.text.structured.loop_guard import (
     LEAST,
+    MAX_ASKED,
     MAX_PERIOD,
     WINDOW,
     LoopGuard,
     asked_repeats,
+    asked_tokens,
     tokens_of_loop,
 )
 from mlxspec.text.structured.thinking import ThinkingBudget
@@ -221,6 +223,20 @@ def test_rows_that_are_asked_for_by_number(tokenizer: Any, wish: str, row: str, 
         assert (END in said(made, ids, most=70_000)) == (times > count)
 
 
+def test_a_large_matrix_may_be_written(tokenizer: Any) -> None:
+    """Beyond what a number alone allows."""
+    wish = "Write a 64x64 matrix of zeros"
+    ids = tokenizer.encode(("[" + ", ".join(["0"] * 64) + "],\n") * 600, add_special_tokens=False)
+    whole = len(ids) * 64 // 600
+    assert MAX_ASKED < whole < asked_tokens(wish)
+    made = replace(guard(repeats=asked_repeats(wish)), decode=tokenizer.decode)
+    assert len(said(made, ids, most=len(ids))) < whole
+    made = replace(guard(repeats=asked_repeats(wish)), decode=tokenizer.decode)
+    answer = said(replace(made, most=asked_tokens(wish)), ids, most=len(ids))
+    assert answer[-1] == END and whole < len(answer) < len(ids) // 2
+    assert asked_tokens("9000 zeros") == asked_tokens("a 16x16 matrix") == MAX_ASKED
+
+
 def test_what_the_prompt_asks_for_may_repeat() -> None:
     text = "Write 500 zeros, please."
     assert asked_repeats(text) == 500
@@ -241,7 +257,8 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("a 16x16 matrix of zeros", 256),
         ("Write a 16 by 16 matrix, in 3 steps", 256),
         ("an image of 3 \u00d7 28 \u00d7 28", 2352),
-        ("1920x1080 pixels", 1920 * 1080),
+        ("1920x1080 pixels", 0),
+        ("a 128x128 image", 128 * 128),
         ("five hundred zeros", 500),
         ("Twenty-five rows, not twenty", 25),
         ("two thousand five hundred and one times", 2501),
@@ -250,7 +267,7 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("1.000 Nullen", 1000),
         ("2000 zeros", 2000),
         ("x² and ① of ³", 0),
-        ("5 x " * 200, 5**200),
+        ("5 x " * 200, 0),
         ("3 of 4. By then, 7 by the door", 7),
         ("buy x and y", 0),
         ("", 0),
@@ -261,6 +278,32 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("999999 times", 999_999),
         ("what happened in 1989?", 0),
         ("500 " + "word " * 400, 0),
+        ("Write 500 zeros. " + "word 9000 " * 400, 500),
+        ("<task>\nWrite 500 zeros.\n</task>\n<files>\n" + "src/a9000.py\n" * 400, 500),
+        ("word 9000 " * 400 + "\nPlease give me 500 zeros", 500),
+        ("two dozen rows", 24),
+        ("a dozen", 12),
+        ("a million ha", 1_000_000),
+        ("one million two thousand and five", 1_002_005),
+        ("1\u202f000 zeros or 2 000 ones", 2000),
+        ("1'000 Nullen", 1000),
+        ("400-500 zeros", 500),
+        ("zeros, 500x", 500),
+        ("[0]*500", 500),
+        ("a 24-hour grid", 24),
+        ("* 100\n* 200\n* 300", 300),
+        ("n=500", 500),
+        ("**500** zeros (40)", 500),
+        ("the error is in line 8000", 0),
+        ("port 8080 is taken, port: 8081", 0),
+        ("issue 50123, ticket #4711, RFC 2616", 0),
+        ("on 12/31/2023 at 10:30", 0),
+        ("https://example.com/12345 and user@10.0.0.12", 0),
+        ("fix CVE-2024-12345 in ab1234cd", 0),
+        ("0x1000 and 2^16, 1024*1024", 0),
+        ("$5000, 5000 \u20ac, 80%", 0),
+        ("call +49", 0),
+        ("an iPhone of 256GB, GPT-4, UTF-8, SHA-256", 0),
     ],
 )
 def test_the_number_that_a_message_names(text: str, count: int) -> None:

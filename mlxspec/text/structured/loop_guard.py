@@ -8,7 +8,7 @@ The model's own turns do not count, or each loop would allow a longer one in the
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -24,17 +24,34 @@ SURE, MORE_REPEATS = 1000, 12  # one of these too: Python's own sources repeat 8
 WINDOW = 100  # tokens; more than may be in flight or drafted at once
 MAX_LISTED = 32  # different tokens of what a message asks for several times
 MAX_ASKED = 8000  # tokens of what it asks for
+CELL = 8  # tokens, the most of each cell of a shape
+MAX_CELLS = 1 << 14  # of a shape; what has more is a resolution
 YEARS = {*range(1901, 2000), *range(2001, 2100)}  # which are no number of repetitions
-MAX_WISH = 1000  # characters of a message that names a number of repetitions
+MAX_WISH = 1000  # characters of a message; of a longer one only its ends are read
 NAMED = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 )
 WORDS = {word: i if i < 20 else 10 * i - 180 for i, word in enumerate(NAMED.split(), 1)}
-SCALES = {"hundred": 100, "thousand": 1000, "k": 1000}
-TIMES = {"x", "by", "\u00d7", "*"}  # between the numbers of a shape
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "k": 1000, "million": 1_000_000}
+TIMES = {"by", "\u00d7"}  # between the numbers of a shape
+# Words before the name of something, which is no number of repetitions.
+IDS = frozenset(
+    "chapter code commit din error http id iso issue line page pid port pr rfc section sha status"
+    " step ticket timeout version windows year".split()
+)
+# What a number looks like in a shape, a range, "500x"; 0x10 is none.
+SHAPE = re.compile(r"(?<=\d)(?<!\b0)[ \t]*[x\u00d7*][ \t]*(?=\d)")
+RANGE = re.compile(r"(?<![\w-])(\d+)[-\u2013](?=\d+(?![\w-]))")
+FACTOR = re.compile(r"\bx(?=\d)|(?<=\d)x\b")
+# In a long message only a sentence like this names a number.
+ASKS = re.compile(
+    r"\b(?:create|draw|fill|generate|give|list|make|output|print|produce|repeat|say|write)\b"
+)
+SENTENCE = re.compile(r"(?<=[.!?])\s|\n")
 WISH = re.compile(
-    r"(?<![\d.,])(?:\d{1,3}(?:[.,_ ]\d{3})+|\d{1,6})(?![\d.,]*\d)|[\u00d7*]|[^\W\d_]+|[.;:!?]"
+    r"(?<![\w.,$\u20ac\u00a3#/@^+\\-])(?<!\d[:'])(?:\d{1,3}(?:[.,_' \u00a0\u202f]\d{3})+|\d{1,6})"
+    r"(?=k\b|(?![\w/@^\\]|[.,:'-]\d| ?[%$\u20ac\u00a3]))|[^\W\d_]+|[\u00d7.;:!?]"
 )
 MAX_SHOWN = 1 << 20  # characters at the end of what the client sent that are compared
 MAX_LINES = 1 << 16  # of these, without what a tool puts before them
@@ -51,11 +68,28 @@ Forms = list[np.ndarray]
 
 
 def asked_repeats(text: str) -> int:
-    """The largest number in a short message, as in "write 1,000 zeros" and "five hundred zeros",
-    or the product of a shape, as in "16x16"."""
-    largest = number = 0
-    shape, parts = 1, WISH.findall(text.lower()) if len(text) <= MAX_WISH else []
-    for part in [*parts, ""]:
+    """The largest number in a message, as in "write 1,000 zeros" and "five hundred zeros", or the
+    product of a shape, as in "16x16"."""
+    return max((count for count, _ in _numbers(text)), default=0)
+
+
+def asked_tokens(text: str) -> int:
+    """The most tokens of a repetition that a message asks for."""
+    cells = max((count for count, is_shape in _numbers(text) if is_shape), default=0)
+    return max(MAX_ASKED, min(4 * MAX_ASKED, CELL * cells))
+
+
+def _numbers(text: str) -> Iterator[tuple[int, bool]]:
+    """The numbers that may be asked for, and whether each is of a shape."""
+    text = text.lower()
+    if len(text) > MAX_WISH:
+        ends = SENTENCE.split(f"{text[:MAX_WISH]}\n{text[-MAX_WISH:]}")
+        text = "\n".join(filter(ASKS.search, ends))
+    text = FACTOR.sub(" ", RANGE.sub(r"\1 to ", SHAPE.sub(" \u00d7 ", text)))
+    number, shape, before = 0, 1, ""
+    for part in [*WISH.findall(text), ""]:
+        digits = "" if before in IDS else re.sub(r"\D", "", part)
+        before = before if part == ":" else part
         if part in WORDS:
             number += WORDS[part]
         elif part in SCALES:
@@ -63,15 +97,13 @@ def asked_repeats(text: str) -> int:
             number += (last or 1) * SCALES[part] - last
         elif part in TIMES and number:
             shape, number = shape * number, 0
-            largest = max(largest, shape)
         elif part not in ("and", "a"):
-            if shape > 1 or number not in YEARS:
-                largest = max(largest, shape * number)
-            digits = re.sub(r"\D", "", part)
             if number or not digits:
+                count = shape * (number or shape > 1)
+                if count <= MAX_CELLS if shape > 1 else count not in YEARS:
+                    yield count, shape > 1
                 shape = 1
             number = int(digits or 0)
-    return largest
 
 
 def tokens_of_loop(period: int) -> int:
@@ -145,8 +177,9 @@ class LoopGuard:
 
     `shown`: returns the text that the client sent, asked for at the first loop; `forms`: how that
     is compared, shared by the guards of a request. `repeats`: how often the prompt asks for
-    something. `decode` returns the text of tokens. `inner`: the matcher of a thinking budget or of
-    the grammar, if there is one; `grammar`: the grammar's. `loops` counts those that were ended.
+    something, of at most `most` tokens. `decode` returns the text of tokens. `inner`: the matcher
+    of a thinking budget or of the grammar, if there is one; `grammar`: the grammar's. `loops`
+    counts those that were ended.
     """
 
     end: int
@@ -156,6 +189,7 @@ class LoopGuard:
     inner: Any = None
     grammar: GrammarMatcher | None = None
     loops: int = 0
+    most: int = MAX_ASKED
     forms: dict[int, Forms] = field(default_factory=dict)  # by kind
     _ids: list[int] = field(default_factory=list)  # of the answer
     _since: int = 0  # where the text begins that may hold the next loop
@@ -219,7 +253,7 @@ class LoopGuard:
         """Whether the client repeats it as long, or asks for as many repetitions."""
         run = _run(np.array(recent), period)
         kinds = len({*recent[-period:]})
-        if kinds <= MAX_LISTED and run <= min(MAX_ASKED, self.repeats * period):
+        if kinds <= MAX_LISTED and run <= min(self.most, self.repeats * period):
             return True
         begin = len(self._ids) - run
         if self._copied[:2] != (begin, period):

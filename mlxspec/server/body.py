@@ -166,8 +166,6 @@ def endpoint(
         try:
             body, http.scope[IGNORED] = await _parsed(http, kind, size)
             model = await state.model(body.model if served else None)
-            if isinstance(body, Queued) and body.priority is None:
-                body.priority = model.profile.priority
             if files := body.content.files:
                 where = "input" if "input" in kind.model_fields else "messages"
                 reading = read_images(model, files, http.scope[IGNORED], where)

@@ -266,7 +266,7 @@ def engine_request(
         n=body.n,
         prediction=tuple(predicted),
         model=model.base,
-        priority=body.priority or 0,
+        priority=(profile.priority if body.priority is None else body.priority) or 0,
     )
 
 

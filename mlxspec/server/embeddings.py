@@ -82,12 +82,13 @@ async def run_in_groups(
     requests: Sequence[Request],
     priority: int | None,
 ) -> AsyncGenerator[Output]:
-    """The only output of each request for one token, in the background unless `priority` says
-    otherwise. A group that finds no place waits, if one before it was answered. Raises ApiError,
-    Busy and Dead."""
+    """The only output of each request for one token, in the background, or behind it in a profile,
+    unless `priority` says otherwise. A group that finds no place waits, if one before it was
+    answered. Raises ApiError, Busy and Dead."""
     server = model.server
     worker, size = server.worker, max(1, server.config.max_sequences // 2)
-    priority = BACKGROUND if priority is None else priority
+    if priority is None:
+        priority = max(BACKGROUND, model.profile.priority or 0)
     requests = [replace(request, priority=priority) for request in requests]
     done = 0
     while batch := requests[done : done + size]:

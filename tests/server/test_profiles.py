@@ -218,6 +218,18 @@ async def test_a_profile_has_a_priority(path: str, tokenizer: Any, model_dir: Pa
     assert [request.priority for request in s.engine.submitted] == [50, 0, BACKGROUND, 3, 0]
 
 
+@pytest.mark.parametrize(("priority", "engine"), [(5, BACKGROUND), (-3, BACKGROUND), (200, 200)])
+async def test_a_profile_lifts_no_embedding(
+    priority: int, engine: int, tokenizer: Any, model_dir: Path
+) -> None:
+    """They go behind answers, unless a request says otherwise."""
+    s = server(tokenizer, model_dir, Config(profiles=(Profile("tiny", priority=priority),)))
+    await s.post("/v1/embeddings", {"input": "hello"})
+    await s.post("/v1/embeddings", {"input": "hello", "priority": 3})
+    await s.complete()
+    assert [request.priority for request in s.engine.submitted] == [engine, 3, priority]
+
+
 # ---- reasoning
 
 

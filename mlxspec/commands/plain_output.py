@@ -1,6 +1,7 @@
 """What the chat writes where stdout is no terminal: the answers alone; everything else goes to
 stderr."""
 
+import re
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from shutil import get_terminal_size
 from textwrap import TextWrapper
 from threading import Timer
 
+# The flags of regions, as of England, and one that has not come to its end.
+FLAG = re.compile("(\U0001f3f4[\U000e0020-\U000e007f]{0,7})")
+OPEN_FLAG = re.compile(f"{FLAG.pattern}?$")
 KEPT = "\n\t\u200c\u200d"  # the last two join letters, or do not
 LATE_S = 2.0  # without an answer until the user is told
 
@@ -18,7 +22,7 @@ class PlainAnswer:
     stderr."""
 
     def __init__(self) -> None:
-        self.kind = ""
+        self.kind = self.last = ""
 
     def __enter__(self) -> None: ...
 
@@ -36,14 +40,20 @@ class PlainAnswer:
             return
         if before == "reasoning":
             note("\n")
-        print(strip_control(text), end="", flush=True)
+        plain = strip_control(text, self.last)
+        self.last = (self.last + plain)[-7:]
+        print(plain, end="", flush=True)
 
 
-def strip_control(text: str) -> str:
-    """The text without what a model could control the terminal with, hide, or reorder: control and
-    format characters. Joiners stay, which emoji and scripts need, and Arabic's marks of numbers,
-    which are visible."""
-    return "".join(filter(_is_plain, text))
+def strip_control(text: str, before: str = "") -> str:
+    """The text, which goes on after `before`, without what a model could control the terminal with,
+    hide, or reorder: control and format characters. Joiners and the few tags of a flag stay, which
+    emoji and scripts need, and Arabic's marks of numbers, which are visible."""
+    found = OPEN_FLAG.search(before[-7:])
+    begin = found[0] if found else ""
+    parts = enumerate(FLAG.split(begin + text))
+    plain = "".join(part if i % 2 else "".join(filter(_is_plain, part)) for i, part in parts)
+    return plain[len(begin) :]
 
 
 def _is_plain(char: str) -> bool:

@@ -108,7 +108,7 @@ class LiveAnswer:
             self._print(rest)
             self.kind, self.before = kind, ""
             self.console.print()
-        self.rest += strip_control(text)
+        self.rest += strip_control(text, self.rest)
         split = split_lines if kind == "reasoning" else split_blocks
         before, (done, self.rest) = len(self.rest), split(self.rest)
         self._print(done)

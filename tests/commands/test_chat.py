@@ -258,6 +258,22 @@ def test_a_model_cannot_reorder_or_hide_text() -> None:
         assert chat(server.url, "x\n").stdout == f"abcdefgh{shown}\n"
 
 
+FLAG = "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f"  # of England
+
+
+@pytest.mark.parametrize("pieces", [[FLAG], list(FLAG), [FLAG[:3], FLAG[3:]]])
+def test_flags_stay_whole(pieces: list[str]) -> None:
+    """But no tags that hide a text, alone or behind a flag."""
+    hidden = FLAG[1:3] * 20
+    with serving(lambda peer, body: peer.stream("a" + hidden, *pieces, "b", hidden)) as server:
+        assert chat(server.url, "x\n").stdout == f"a{FLAG}b\n"
+    answer = terminal_output.LiveAnswer()
+    with answer:
+        for piece in ("a" + hidden, *pieces, "b", hidden):
+            answer.write("content", piece)
+        assert answer.rest == f"a{FLAG}b"
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # in C's locale the latter
 def test_a_pipe_that_is_not_utf_8(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{errors}")

@@ -6,13 +6,15 @@ Rule: what a user can fix ends in one line on stderr and exit status 2; a traceb
 
 import json
 import sys
+from concurrent.futures import Future, wait
 from io import TextIOWrapper
+from threading import Thread
 from typing import Annotated, Any
 
 import typer
 
 from mlxspec import __version__
-from mlxspec.client import request
+from mlxspec.client import ClientError, request
 from mlxspec.commands.chat import chat
 from mlxspec.commands.doctor import doctor
 from mlxspec.commands.launch import launch
@@ -36,6 +38,7 @@ from mlxspec.service.launchd import activated_socket, log_file
 from mlxspec.types import UserError, printable
 
 LOAD_S = 3600  # maximum seconds to load or unload a model
+POLL_S, MUTE_S = 5.0, 60.0  # seconds until a server that loads is asked, and must have answered
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,6 +59,9 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        line = " ".join(sys.argv)
+        if line != line.encode(errors="replace").decode():
+            raise UserError(f"{line} has a word that is not UTF-8; type or rename what has the ?")
         app(prog_name="mlxspec")
     except (UserError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
@@ -217,10 +223,22 @@ def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> Non
     print(f"{verb}ing {body['model']} ...", file=sys.stderr)
     with waiting(server[0]), request(*server, "GET", "/v1/models"):
         pass  # a server answers this at once
-    with request(*server, "POST", f"/v1/models/{verb}", body, timeout=LOAD_S) as response:
-        done = json.load(response)
-        text = f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s"
-    print(printable(text))
+    answer: Future[str] = Future()
+
+    def ask() -> None:
+        path = f"/v1/models/{verb}"
+        try:
+            with request(*server, "POST", path, body, timeout=LOAD_S) as response:
+                done = json.load(response)
+                answer.set_result(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s")
+        except ClientError as error:
+            answer.set_exception(error)
+
+    Thread(target=ask, daemon=True).start()
+    while wait([answer], POLL_S).not_done:
+        with request(*server, "GET", "/v1/models", timeout=MUTE_S):
+            pass
+    print(printable(answer.result()))
 
 
 @cache.command("ls")

@@ -233,6 +233,16 @@ logging.getLogger("uvicorn.error").error("three\n")
     assert text.count("two ") == 2 and text.rstrip().endswith("three")
 
 
+@pytest.mark.parametrize("words", [["chat"], ["launch", "aider"], ["serve"], ["rm"]])
+def test_words_that_are_not_utf_8(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxspec", *words, b"tw\xf6"], capture_output=True, timeout=60
+    )
+    said = done.stderr.decode()
+    assert done.returncode == 2 and len(said.splitlines()) == 1
+    assert said.startswith("error: ") and "tw?" in said and "UTF-8" in said
+
+
 @pytest.mark.slow
 def test_an_error_is_printable(tmp_path: Path) -> None:
     name = tmp_path / "\x1b[2J"

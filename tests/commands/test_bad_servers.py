@@ -3,12 +3,13 @@
 import http.client
 import socket
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from mlxspec import client
+from mlxspec import cli, client
 from mlxspec.cli import app
 from mlxspec.client import ClientError
 from mlxspec.commands import chat, plain_output
@@ -87,3 +88,34 @@ def test_a_listener_that_never_answers(
     assert f"{url} has not answered for 15 s" in told and "another program has the port" in told
     assert seconds == [15, 120]
     assert f"waiting for {url} to answer\n" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["load", "stop"])
+def test_a_server_that_goes_mute_while_it_loads(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again and again, and given up long before the longest load ends."""
+    asked = []
+
+    def answer() -> None:
+        while True:
+            peer, _ = mute.accept()
+            peers.append(peer)
+            asked.append(peer.recv(1 << 16).split(b" ", 2)[:2])
+            if asked[-1][0] == b"GET" and len(asked) < 4:
+                body = b'{"data": []}'
+                peer.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    assert 30 <= cli.MUTE_S <= 120
+    monkeypatch.setattr(cli, "MUTE_S", 0.5)
+    monkeypatch.setattr(cli, "POLL_S", 0.05)
+    peers: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        done = CliRunner().invoke(app, [command, "--url", url, "tiny"])
+    assert isinstance(done.exception, ClientError)
+    assert f"{url} has not answered" in str(done.exception)
+    verb = {"load": b"load", "stop": b"unload"}[command]
+    listing = [b"GET", b"/v1/models"]
+    assert asked == [listing, [b"POST", b"/v1/models/" + verb], listing, listing]

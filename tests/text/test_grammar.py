@@ -555,6 +555,23 @@ def test_a_client_cannot_name_what_is_left_out(agent: Grammars) -> None:
     assert made.left_out == ("tools[f].format",)
 
 
+def test_each_schema_has_what_is_left_out_of_its_own(agent: Grammars, coder: Grammars) -> None:
+    """Though the rules of these are the same, as of one the rest is deleted."""
+    plain = {"type": "object", "properties": {"a": {"type": "array"}}}
+    look = {"a": {"type": "array", "pattern": "^(?!x)"}}
+    kinds: list[tuple[Any, tuple[str, ...]]] = [
+        (plain, ()),
+        ({**plain, "properties": look}, ("tools[f].pattern",)),
+        ({**plain, "unevaluatedProperties": False}, ("tools[f].unevaluatedProperties",)),
+    ]
+    for g in (agent, coder):
+        for schema, named in [*kinds, *reversed(kinds)]:
+            some = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+            calls = g.calls(some, None, True, "tool_choice")
+            made = g.compile(g.rules([calls.rule()]), False, "tool_choice", calls).result()
+            assert made.left_out == named
+
+
 def test_warnings_of_a_slow_grammar_are_asked_for(agent: Grammars) -> None:
     names = {f"^a{i}.*x{i}$": {"type": "null"} for i in range(160)}  # takes a second
     schema = {"type": "object", "patternProperties": names, "properties": {"q": {"not": {}}}}

@@ -295,6 +295,7 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("n=500", 500),
         ("**500** zeros (40)", 500),
         ("the error is in line 8000", 0),
+        ("Print this line 500 times, not line 8000", 500),
         ("port 8080 is taken, port: 8081", 0),
         ("issue 50123, ticket #4711, RFC 2616", 0),
         ("on 12/31/2023 at 10:30", 0),

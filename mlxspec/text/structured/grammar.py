@@ -106,36 +106,38 @@ class Grammars:
         """A future for what makes a matcher for each answer. If `lark` is not accepted, what is at
         fault in the `calls` in it may be anything, except in strict ones. `thinking`: the prompt
         has opened the reasoning; None: the answer may open it."""
-        grammar = self._cached(lark, thinking)
+        # The rules of calls do not have all that these leave out.
+        key = lark + json.dumps([f.get("parameters") for f in calls.functions]) if calls else lark
+        grammar = self._cached(key, thinking)
         if not grammar:
-            return self._threads.submit(self._compile, lark, thinking, where, calls)
+            return self._threads.submit(self._compile, key, lark, thinking, where, calls)
         done: Future[CompiledGrammar] = Future()
         done.set_result(grammar)
         return done
 
-    def _cached(self, lark: str, thinking: bool | None) -> "CompiledGrammar | None":
+    def _cached(self, key: str, thinking: bool | None) -> "CompiledGrammar | None":
         """A cached grammar, unless that has failed: copies share a lexer, and so an error."""
         with self._lock:  # no other thread may copy a matcher that computes
-            grammar = self._compiled.get((lark, thinking))
+            grammar = self._compiled.get((key, thinking))
             if grammar is None or warm_error(grammar.matcher):
                 return None
-            self._compiled.move_to_end((lark, thinking))
+            self._compiled.move_to_end((key, thinking))
             # The cached one may compute here while the engine copies this one.
             return replace(grammar, matcher=grammar.matcher.deep_copy())
 
     def _compile(
-        self, lark: str, thinking: bool | None, where: str, calls: Calls | None
+        self, key: str, lark: str, thinking: bool | None, where: str, calls: Calls | None
     ) -> "CompiledGrammar":
-        if made := self._cached(lark, thinking):  # another request compiled it
+        if made := self._cached(key, thinking):  # another request compiled it
             return made
         with self._building:
             self._vocabulary = self._vocabulary or self._read_vocabulary(where)
         grammar = _compiled(self._vocabulary, lark, thinking, where, calls)
         with self._lock:
-            self._compiled[lark, thinking] = grammar
+            self._compiled[key, thinking] = grammar
             while sum(other.size for other in self._compiled.values()) > MAX_CACHED:
                 self._compiled.popitem(last=False)
-        return self._cached(lark, thinking) or grammar
+        return self._cached(key, thinking) or grammar
 
     def _read_vocabulary(self, where: str) -> "Vocabulary":
         try:
@@ -146,11 +148,7 @@ class Grammars:
 
 
 def _compiled(
-    vocabulary: "Vocabulary",
-    lark: str,
-    thinking: bool | None,
-    where: str,
-    calls: Calls | None,
+    vocabulary: "Vocabulary", lark: str, thinking: bool | None, where: str, calls: Calls | None
 ) -> "CompiledGrammar":
     """Grammars.compile, by itself."""
     if not calls:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,8 +88,10 @@ def _numbers(text: str) -> Iterator[tuple[int, bool]]:
         text = "\n".join(filter(ASKS.search, ends))
     text = FACTOR.sub(" ", RANGE.sub(r"\1 to ", SHAPE.sub(" \u00d7 ", text)))
     number, shape, before = 0, 1, ""
-    for part in [*WISH.findall(text), ""]:
-        digits = "" if before in IDS else re.sub(r"\D", "", part)
+    parts = [*WISH.findall(text), "", ""]
+    for part, after in pairwise(parts):
+        named = before in IDS and after != "times"
+        digits = "" if named else re.sub(r"\D", "", part)
         before = before if part == ":" else part
         if part in WORDS:
             number += WORDS[part]

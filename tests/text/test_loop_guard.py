@@ -170,6 +170,8 @@ REWRITTEN = {  # what the prompt has, what the answer makes of it
     "umlauts in JSON": (json.dumps("ä 😀 ö\n" * 99), "ä 😀 ö\n" * 99),
     "CSV as a table": ("0,0,n/a\n" * 99, "| 0 | 0 | n/a |\n" * 99),
     "a list in Python": ("red\ngreen\n" * 99, '    "red",\n    "green",\n' * 99),
+    "HTML's entities": ("&lt;td&gt;x&lt;/td&gt;\n" * 99, "<td>x</td>\n" * 99),
+    "text for HTML": ("if a < b && b > c:\n" * 99, "if a &lt; b &amp;&amp; b &gt; c:\n" * 99),
     "a change of all lines": ("<td>0</td>\n" * 99, "+<td>0</td>\n" * 99),
 }
 
@@ -182,6 +184,14 @@ def test_rows_may_be_written_in_another_way(tokenizer: Any, name: str) -> None:
         ids = tokenizer.encode(text * times, add_special_tokens=False)
         made = LoopGuard(END, lambda: f"Rewrite:\n{prompt}\n!", tokenizer.decode)
         assert (END in said(made, ids, most=30_000)) == (times > 1)
+
+
+@pytest.mark.parametrize("odd", ["&#" + "9" * 9000 + ";", "\\ud83d", "\ud83d", "\0", "\\" * 99])
+def test_what_the_client_sent_may_be_anything(odd: str) -> None:
+    table = [*islice(cycle(noise(20)), 2000)]
+    shown = f"{odd}\n{letters(table)}{odd}"
+    assert END not in said(LoopGuard(END, lambda: shown, letters), table)
+    assert said(LoopGuard(END, lambda: shown, lambda ids: odd * len(ids)), cycle([7, 8]))
 
 
 def test_what_the_client_sent_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

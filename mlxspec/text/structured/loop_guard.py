@@ -65,6 +65,7 @@ PREFIX = re.compile(
 BLANK_LINES = re.compile(r"\n\s+")  # many take long
 UNICODE = re.compile(r"\\u([\da-fA-F]{4})")
 ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": ""}
+ESCAPES |= {"&lt;": "<", "&gt;": ">", "&quot;": '"', "&#39;": "'", "&amp;": "&"}
 Forms = list[np.ndarray]
 
 
@@ -142,7 +143,7 @@ def _kinds() -> np.ndarray:
 
 def _forms(text: str, kind: int) -> Forms:
     """A text as it is compared, as it is and without what tools put before its lines: what is of
-    this kind or a higher one, in UTF-16, with JSON's escapes read."""
+    this kind or a higher one, in UTF-16, with JSON's escapes and HTML's read."""
     for escape, plain in ESCAPES.items():
         text = text.replace(escape, plain)
     text = UNICODE.sub(lambda found: chr(int(found[1], 16)), BLANK_LINES.sub("\n", text))

@@ -29,7 +29,7 @@ from tests.support.metal_rules import (
     contiguous,
     reduced,
 )
-from tests.support.parameter_rows import in_turn
+from tests.support.parameter_rows import fewer, in_turn
 from tests.test_exact import (
     CHUNK,
     MQA,
@@ -101,7 +101,7 @@ ATTEND = [kind for kind in (*DENSE, *RECURRENT) if kind != "mamba2"]
 WITHOUT += in_turn(ATTEND, ["attention"], ["M2", "M4"], ["mxfp4"], every=7)
 
 
-@pytest.mark.parametrize("kind, rule, chip, numbers", WITHOUT)
+@pytest.mark.parametrize("kind, rule, chip, numbers", fewer(WITHOUT, 2))
 def test_without_a_rule_rows_lose_their_bits(
     kind: str, rule: str, chip: str, numbers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

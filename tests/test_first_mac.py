@@ -63,6 +63,7 @@ def test_a_model_is_compared_with_mlx_lm(tmp_path: Path) -> None:
     assert "someone" not in told and "~/model" in told
 
 
+@pytest.mark.slow
 def test_speed_beside_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one workload: all of them take minutes here. What `acceptance` reads of it is there."""
     model = save_tokenizer(tmp_path / "model")

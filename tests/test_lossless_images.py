@@ -16,7 +16,7 @@ from mlxspec.types import Request
 from tests.support import disk_cache, tiny, vision
 from tests.support.drafters import attach, attach_head, copies
 from tests.support.noisy_oracle import NoisyOracle
-from tests.support.parameter_rows import diagonal, only
+from tests.support.parameter_rows import diagonal, fewer, only
 
 N = 14
 BLOCK = 8
@@ -112,7 +112,7 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    "kind, layout, name, budget, temperature", diagonal(PAIRS, [1, 7, 64], [0.0, 0.8], every=7)
+    "kind, layout, name, budget, temperature", diagonal(PAIRS, [1, 7, 64], [0.0, 0.8], every=11)
 )
 def test_batch(kind: str, layout: str, name: str, budget: int, temperature: float) -> None:
     told = truth(kind, layout, temperature)
@@ -126,7 +126,7 @@ def test_batch(kind: str, layout: str, name: str, budget: int, temperature: floa
         assert e.spec_metrics.drafted.total() or name == "liar"
 
 
-@pytest.mark.parametrize("kind, layout, name", diagonal(PAIRS, every=13))
+@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 2))
 def test_preemption(kind: str, layout: str, name: str) -> None:
     told = truth(kind, layout, 0.8)
     longest = max(len(r.prompt) for r in requests(kind, 0.8).values())
@@ -137,7 +137,7 @@ def test_preemption(kind: str, layout: str, name: str) -> None:
     assert e.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("kind, layout, name", diagonal(PAIRS, every=13))
+@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 2, 1))
 def test_restart(kind: str, layout: str, name: str, tmp_path: Path) -> None:
     """Another process answers the same prompts from the disk."""
     told = truth(kind, layout, 0.8)
@@ -152,7 +152,7 @@ def test_restart(kind: str, layout: str, name: str, tmp_path: Path) -> None:
     assert disk.stats["disk_runs_found"] > 0 and e.counters["cached_tokens"] >= 4 * BLOCK
 
 
-@pytest.mark.parametrize("kind, layout", only(LAYOUTS, 0, 2, 3, 5, 8))
+@pytest.mark.parametrize("kind, layout", only(LAYOUTS, 0, 3, 5))
 def test_what_conversations_share(kind: str, layout: str) -> None:
     """One pixel parts two prompts where its image begins; two images in another order share no
     block behind the first."""

@@ -56,17 +56,12 @@ def held(kind: str, own: bool, change: dict[str, object]) -> tuple[Held, list[in
     return watch, tiny.tokens(outputs, "r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, change, at_end, at_most",
     [  # windows and patterns as published, other sizes tiny
         ("gemma3_text", GEMMA, 0.30, 0.35),
-        pytest.param(
-            "gpt_oss",
-            {"num_hidden_layers": 2, "sliding_window": 128},
-            0.53,
-            0.60,
-            marks=pytest.mark.slow,
-        ),
+        ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 128}, 0.53, 0.60),
     ],
 )
 def test_kv_at_8k_tokens(

@@ -48,10 +48,11 @@ def only(values: Iterable[Any], *quick: int) -> list[Any]:
     return chosen(([*values],), lambda places: places[0] in quick)
 
 
-def fewer(rows: list[Any], every: int, first: int = 0) -> list[Any]:
-    """The rows, of whose quick ones every `every`-th stays so, from the place `first` on."""
+def fewer(rows: list[Any], every: int, *places: int) -> list[Any]:
+    """The rows, of whose quick ones those stay so that stand at `places` in each `every` of them; by
+    default the first."""
     quick = [row for row in rows if not row.marks]
-    kept = quick[first::every]
+    kept = [row for i, row in enumerate(quick) if i % every in (places or (0,))]
     return [
         row if row.marks or row in kept else pytest.param(*row.values, marks=pytest.mark.slow)
         for row in rows

@@ -31,7 +31,7 @@ mx.set_default_device(mx.cpu)
 
 # How long an example takes is up to the machine. The plain profile tries the same examples each
 # time; `make test-slow` tries others, and more, with --hypothesis-profile=random.
-settings.register_profile("plain", deadline=None, derandomize=True)
+settings.register_profile("plain", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("random", deadline=None, derandomize=False, max_examples=1000)
 settings.load_profile("plain")
 

@@ -102,7 +102,9 @@ POOLS = [
 ]
 
 
-@pytest.mark.parametrize("kind, layout, rollback, value", in_turn(POOLS, [NAN, INF, -INF], every=14))
+@pytest.mark.parametrize(
+    "kind, layout, rollback, value", in_turn(POOLS, [NAN, INF, -INF], every=14)
+)
 def test_in_each_pool(kind: str, layout: Any, rollback: bool, value: float) -> None:
     """Alternatives of sampling meet them in turn."""
     all_of = requests(0.8 if layout == "rect" else 0.0)

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlxspec.model.layout import find_layout
 from mlxspec.sequences import Draft
 from tests.support import tiny
-from tests.support.parameter_rows import diagonal, in_turn
+from tests.support.parameter_rows import diagonal, fewer, in_turn
 from tests.support.spans import span
 from tests.test_lossless import (
     BLOCK,
@@ -37,7 +37,7 @@ RUNS += [("deepseek_v3", "gather", False, name) for name in ("plain", "liar", "s
 RUNS += [("gemma2", "gather", True, "liar")]
 
 
-@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS, every=10))
+@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS, every=17))
 def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: int) -> None:
     """As in test_lossless; budgets and temperatures take turns. Then every prompt again, all of it
     cached."""
@@ -60,7 +60,7 @@ def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: in
 
 
 @pytest.mark.parametrize(
-    "kind, name, bits", diagonal(["qwen3", "gemma3_text"], ["plain", "chain"], BITS)
+    "kind, name, bits", fewer(diagonal(["qwen3", "gemma3_text"], ["plain", "chain"], BITS), 2, 1)
 )
 def test_preemption(kind: str, name: str, bits: int) -> None:
     kind = f"{kind}:{bits}"

@@ -135,6 +135,7 @@ def test_the_head_of_a_real_comparison(answered: Path, capsys: pytest.CaptureFix
     assert before >= 1 and after >= 1
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from mlxspec.engine.budget import (
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.sequences import Entry, Plan, Seq
 from mlxspec.types import Request
+from tests.support.examples import examples
 from tests.support.spans import entry
 
 GAP = 0.25
@@ -229,7 +230,7 @@ def test_an_arrival_waits_at_most_twice_as_long(name: str, running: bool) -> Non
     assert "long" not in sim.answered
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     row=st.floats(1e-5, 0.002),
     knee=st.floats(0.1, 120),

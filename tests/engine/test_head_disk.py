@@ -11,6 +11,7 @@ from mlxspec.engine.engine import Engine
 from tests.support import disk_cache, tiny
 from tests.support.engine_with_head import BLOCK, SOME, head_of, some, start
 from tests.support.expected_drafts import check, few
+from tests.support.parameter_rows import fewer
 
 PROMPT = some(5 * BLOCK + 3)
 WITH_KV = SOME[:4]  # those whose head has K/V of its own
@@ -45,7 +46,7 @@ def fail_after(e: Engine, passes: int) -> None:
     head.module = fails
 
 
-@pytest.mark.parametrize("kind, layout", WITH_KV)
+@pytest.mark.parametrize("kind, layout", fewer(WITH_KV, 2, 1))
 @pytest.mark.parametrize("passes", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_a_head_that_fails_spoils_nothing(
     kind: str, layout: Any, passes: int, tmp_path: Path
@@ -68,7 +69,7 @@ def test_a_head_that_fails_spoils_nothing(
         assert stats["disk_runs_damaged"] == 0 and check(kind, drafted) > 5
 
 
-@pytest.mark.parametrize("kind, layout", WITH_KV)
+@pytest.mark.parametrize("kind, layout", fewer(WITH_KV, 2))
 def test_runs_without_a_heads_part_are_damaged(kind: str, layout: Any, tmp_path: Path) -> None:
     """They are discarded, computed again and replaced: a file with each prompt that reads it."""
     plain = tiny.engine(tiny.model(kind), layout=layout, block=BLOCK, blocks=128, budget=16)

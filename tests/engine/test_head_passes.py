@@ -17,12 +17,12 @@ from tests.support import device_waits, tiny
 from tests.support.drafters import OTHER_HEADS, OWN_HEADS, attach_head
 from tests.support.engine_with_head import BLOCK, SOME, ask, counted, head_of, loud, some, start
 from tests.support.expected_drafts import check, few
-from tests.support.parameter_rows import only
+from tests.support.parameter_rows import fewer, only
 
 WITH_KV = SOME[:4]  # those whose head has K/V of its own
 
 
-@pytest.mark.parametrize("kind, layout", WITH_KV)
+@pytest.mark.parametrize("kind, layout", fewer(WITH_KV, 2, 1))
 @pytest.mark.parametrize("block", only([BLOCK, 4 * MAX_LAG], 1))
 def test_a_parked_head_reads_few_and_large_passes(kind: str, layout: Any, block: int) -> None:
     """Of what decodes a block, or MAX_LAG rows; when it drafts again, it has missed nothing."""

@@ -34,6 +34,7 @@ from mlxspec.types import (
     UserError,
 )
 from tests.support import tiny
+from tests.support.examples import examples
 from tests.support.parameter_rows import only
 
 KINDS = {"a": "qwen3", "b": "llama", "c": "qwen3_moe"}
@@ -483,7 +484,7 @@ ORDERS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(ORDERS, st.integers(1, 3))
 def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> None:
     free, module.release_memory = module.release_memory, lambda: None

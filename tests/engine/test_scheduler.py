@@ -16,6 +16,7 @@ from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler, cut_at_stop
 from mlxspec.sequences import Draft, Entry, Seq
 from mlxspec.types import Output, Request, UserError
 from tests.support import tiny
+from tests.support.examples import examples
 
 VOCAB = 7
 SIZE = 4
@@ -364,7 +365,7 @@ def test_a_prompt_without_room_for_an_answer_is_refused() -> None:
     assert len(m.tokens("r")) == 4, "what the context has room for"
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(250), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_lives(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
     """Arrivals, cancels, tiny pools, any budget, windows, states, priorities, with and without a

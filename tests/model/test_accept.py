@@ -9,6 +9,7 @@ from mlxspec.kernels.reference import count_accepted
 from mlxspec.model.sampler import drafts_of, sampled_row_specs
 from mlxspec.sequences import Draft, Entry, Seq
 from mlxspec.types import Request
+from tests.support.examples import examples
 from tests.support.spans import entry
 
 ids = st.integers(0, 2)  # so few that drafts are often right
@@ -33,7 +34,7 @@ def stands(draft: list[int], sampled: list[int]) -> int:
     return kept
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(entries(), min_size=1, max_size=5).filter(lambda es: any(e.samples for e, _, _ in es))
 )

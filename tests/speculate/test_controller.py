@@ -24,6 +24,7 @@ from mlxspec.speculate.controller import (
     probe_every,
     share,
 )  # fmt: skip
+from tests.support.examples import examples
 from tests.support.parameter_rows import in_turn
 
 DEPTH = 8
@@ -138,7 +139,7 @@ convex = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), convex, st.floats(0, 1), st.floats(0.8, 1.3))
 def test_sharing_equals_the_best_of_all_allocations(
     data, seconds, each: float, plain: float
@@ -155,7 +156,7 @@ def test_sharing_equals_the_best_of_all_allocations(
     assert got == pytest.approx(brute(options, seconds, plain), rel=1e-9)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data(), convex, st.floats(0, 1), st.floats(0.8, 1.3))
 def test_padded_drafts_are_the_best_of_all_allocations(
     data, seconds, each: float, plain: float
@@ -183,7 +184,7 @@ def test_padded_drafts_are_the_best_of_all_allocations(
     assert speed(depths) == pytest.approx(best, rel=1e-9)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data(), convex, st.floats(0, 1), st.integers(1, 4))
 def test_the_fastest_option_is_picked(data, seconds, each: float, base: int) -> None:
     """Alone among `base` sequences, at its best depth."""
@@ -341,7 +342,7 @@ def test_any_acceptance_on_many_curves(slope: float, quad: float, draft: float, 
 @pytest.mark.parametrize(
     "slope, quad, draft, p, off",
     in_turn(
-        [(0.1, 0.0, 0.1, 0.8), (0.6, 0.0, 0.0, 0.2), (0.03, 0.01, 0, 0.9)], [0.5, 2.0], every=3
+        [(0.1, 0.0, 0.1, 0.8), (0.6, 0.0, 0.0, 0.2), (0.03, 0.01, 0, 0.9)], [0.5, 2.0], every=6
     ),
 )
 def test_costs_that_were_measured_wrong_are_corrected(slope, quad, draft, p, off: float) -> None:
@@ -386,7 +387,7 @@ def test_in_a_batch_each_sequence_gets_what_it_earns() -> None:
     assert speed(rounds) > plain
 
 
-@pytest.mark.parametrize("n, p", in_turn([1, 4, 8], [0.0, 0.2], every=3))
+@pytest.mark.parametrize("n, p", in_turn([1, 4, 8], [0.0, 0.2], every=6))
 def test_a_losing_batch_is_parked(n: int, p: float) -> None:
     cost = curve(0.6, 0.0)
     rounds = Run(cost, 0.1, lambda i, r: p, sequences=n).rounds(1400)[400:]

@@ -74,10 +74,7 @@ MISTAKES: dict[tuple[str, str], Writer] = {
 
 
 QUICK = {
-    ("eagle3", "no_d2t"),
     ("dflash", "layers_one_late"),
-    ("dflash2", "no_selector"),
-    ("dspark", "slot_one_late"),
     ("assistant", "no_full_attention"),
 }
 SUBTLE = ("dspark", "layers_one_early")  # which shows on all prompts together

@@ -19,6 +19,7 @@ from mlxspec.speculate.ngram import (
     Lookup,
     bucket,
 )
+from tests.support.examples import examples
 
 texts = st.integers(1, 4).flatmap(lambda k: st.lists(st.integers(0, k - 1), max_size=220))
 
@@ -42,7 +43,7 @@ def brute(text: list[int], indexed: int, context: list[int]) -> tuple[int, int] 
     return None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(texts, st.data())
 def test_find_equals_a_search_through_the_text(text: list[int], data: st.DataObject) -> None:
     if text and data.draw(st.booleans()):
@@ -206,7 +207,7 @@ def test_the_latest_of_equal_matches_is_copied() -> None:
     assert made and made.tokens == (8, 4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(texts, texts, st.integers(1, 40), st.data())
 def test_bounds(prompt: list[int], prediction: list[int], most: int, data: st.DataObject) -> None:
     lookup, out = Lookup(tuple(prediction)), list(prompt)

@@ -20,7 +20,7 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import MAX_DEPTH, Request
 from tests.support import tiny
 from tests.support.drafters import KINDS, attach, copies, costs, like, small_model
-from tests.support.parameter_rows import diagonal, in_turn, only
+from tests.support.parameter_rows import diagonal, fewer, in_turn, only
 from tests.support.spans import entry
 
 PROMPT = [5, 6, 7, 8] * 5
@@ -312,7 +312,7 @@ def test_a_losing_copy_is_parked() -> None:
 # -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only(KINDS, 0, 3))
 def test_max_tokens_is_never_exceeded(kind: str) -> None:
     for n in range(1, 13):
         r = request(n=n, wrong=99, temperature=0.8)
@@ -320,7 +320,7 @@ def test_max_tokens_is_never_exceeded(kind: str) -> None:
         assert tiny.tokens(out, "a") == truth(r) and out[-1].finish == "length"
 
 
-@pytest.mark.parametrize("kind", only(KINDS, 0, 1))
+@pytest.mark.parametrize("kind", only(KINDS, 0))
 def test_a_stop_token_cuts_what_was_accepted(kind: str) -> None:
     r = request(n=24, wrong=99, temperature=0.8)
     want, inside = truth(r), 0
@@ -336,7 +336,7 @@ def test_a_stop_token_cuts_what_was_accepted(kind: str) -> None:
     assert inside > 8
 
 
-@pytest.mark.parametrize("kind, at", in_turn(KINDS, [1, 2, 3, 4, 6, 9, 14], every=6))
+@pytest.mark.parametrize("kind, at", in_turn(KINDS, [1, 2, 3, 4, 6, 9, 14], every=9))
 def test_a_cancel_between_any_two_rounds(kind: str, at: int) -> None:
     gone, stays = (
         request("gone", temperature=0.8),
@@ -361,7 +361,7 @@ def test_a_cancel_between_any_two_rounds(kind: str, at: int) -> None:
     assert tiny.tokens(run(replace(gone, id="again")), "again") == truth(gone)
 
 
-@pytest.mark.parametrize("kind, temperature", diagonal(KINDS, [0.0, 0.8], every=3))
+@pytest.mark.parametrize("kind, temperature", fewer(diagonal(KINDS, [0.0, 0.8], every=3), 2))
 def test_choices_draft_each_their_own(kind: str, temperature: float) -> None:
     r = replace(request(temperature=temperature), n=4)
     out = Traced(kind, teach=r)(r)
@@ -384,7 +384,7 @@ def test_logprobs_are_those_without_drafts(kind: str) -> None:
         assert [v for _, v in a.top] == pytest.approx([v for _, v in b.top], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind, temperature", diagonal(KINDS, [0.0, 0.8], every=3))
+@pytest.mark.parametrize("kind, temperature", fewer(diagonal(KINDS, [0.0, 0.8], every=3), 2, 1))
 def test_sequences_push_each_other_out(kind: str, temperature: float) -> None:
     some = [
         request(f"r{i}", prompt=[i, *PROMPT[: 5 + 3 * i]], temperature=temperature, seed=i)
@@ -406,7 +406,7 @@ def step(entry: Entry, mode: str) -> Any:
 
 @pytest.mark.parametrize(
     "verb, temperature",
-    in_turn(["begin", "options", "draft", "_hidden", "observe", "end"], [0.0, 0.8]),
+    in_turn(["begin", "options", "draft", "_hidden", "observe", "end"], [0.0, 0.8], every=4),
 )
 def test_a_model_that_raises_leaves_copies(
     verb: str, temperature: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -19,6 +19,7 @@ from mlxspec.text.history import History
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.proof import MARKUP, call_support, failed_proofs
 from mlxspec.text.structured.grammar import Grammars
+from tests.support.examples import examples
 from tests.support.parameter_rows import only
 from tests.text.call_formats import MADE_UP, TEMPLATES
 from tests.text.test_grammar import ids as tokens_of
@@ -75,7 +76,7 @@ def test_every_format_is_learned_and_proven(tokenizers: dict[str, Any], name: st
     assert call_support(tokenizer).startswith("own format")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(name=st.sampled_from(sorted(TEMPLATES)), call=CALL, data=st.data())
 def test_any_call_in_any_format_is_read_back(
     tokenizers: dict[str, Any], name: str, call: Any, data: Any
@@ -92,7 +93,7 @@ def test_any_call_in_any_format_is_read_back(
     assert whole == [call] or (ambiguous and format_of(tokenizer).layouts[0].style != "json")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(name=st.sampled_from(sorted(TEMPLATES)), data=st.data())
 def test_prose_about_a_format_in_any_pieces(
     tokenizers: dict[str, Any], name: str, data: Any
@@ -203,7 +204,7 @@ def said_under(tokenizer: Any, matcher: Any, rng: Random) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", only(TEMPLATES, *range(0, len(TEMPLATES), 7)))
+@pytest.mark.parametrize("name", only(TEMPLATES, *range(0, len(TEMPLATES), 12)))
 def test_forced_calls_are_read_and_conform(tokenizers: dict[str, Any], name: str) -> None:
     """In the model's own format, whatever the model would say."""
     tokenizer = tokenizers[name]

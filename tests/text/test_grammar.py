@@ -20,6 +20,7 @@ from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import MAX_BYTES, MAX_COMPILED, MAX_DIGITS, Grammars
 from mlxspec.text.structured.json_schema import json_rule
+from tests.support.examples import examples
 from tests.support.parameter_rows import only
 from tests.support.schemas import schemas
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
@@ -83,7 +84,7 @@ def by(g: Grammars, schema: Any, thinking: bool | None = False) -> Any:
 # -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(schemas(), st.integers(0, 1 << 30))
 def test_what_is_drawn_keeps_to_its_schema(plain: Grammars, schema: Any, seed: int) -> None:
     matcher = by(plain, schema)()
@@ -432,7 +433,7 @@ def called(g: Grammars, some: Any, name: str | None, single: bool, seed: int) ->
     return [(call.name, json.loads(call.arguments)) for call in reader.calls]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(tools(), st.integers(0, 1 << 30), st.booleans())
 def test_a_call_that_is_asked_for(
     agent: Grammars, plain: Grammars, some: Any, seed: int, single: bool

@@ -17,6 +17,7 @@ from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
+from tests.support.examples import examples
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
 VOCAB = 330
@@ -175,7 +176,7 @@ def grown(inner: Any) -> Any:
     )
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(st.recursive(leaf, grown, max_leaves=8), st.integers(0, 1 << 30))
 def test_every_schema_holds_or_is_refused(
     made: dict[str, Grammars], schema: Any, seed: int
@@ -213,7 +214,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(junk)
 def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schema: Any) -> None:
     try:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.text.output_parser import OutputParser, Part
 from mlxspec.text.tool_calls import as_object
+from tests.support.examples import examples
 from tests.support.parameter_rows import only
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
@@ -531,9 +532,7 @@ def test_a_call_that_turns_out_broken_stays_a_call(hermes: Any, name: str) -> No
         assert as_object(broken.text) == {"INVALID_JSON": arguments}
 
 
-@pytest.mark.parametrize(
-    "tail", only(["<", "}", '\\"', "</", "\n", " ", "</parameter>"], 0, 1, 2, 4, 5)
-)
+@pytest.mark.parametrize("tail", only(["<", "}", '\\"', "</", "\n", " ", "</parameter>"], 0, 2))
 def test_long_arguments_take_linear_time(hermes: Any, coder: Any, tail: str) -> None:
     heads = {hermes: READ[:48], coder: "<tool_call><function=read><parameter=path>\nx"}
 
@@ -565,7 +564,7 @@ def test_any_arguments_in_any_pieces(
     assert part.ends and part.text == arguments
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMATS | WHOLE)),
     thinking=st.booleans(),

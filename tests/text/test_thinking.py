@@ -14,6 +14,7 @@ from mlxspec.text.formats import format_of
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.text.structured.thinking import ThinkingBudget
+from tests.support.examples import examples
 from tests.support.parameter_rows import in_turn
 from tests.text.test_grammar import VOCAB, ids
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
@@ -70,7 +71,7 @@ def test_what_is_forced(
 tokens = st.lists(st.sampled_from([*WORDS, 5, 5, 5, 5, 5]), max_size=12)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tokens, tokens, st.integers(0, 9), st.sampled_from([True, False, None]))
 def test_masks_of_a_draft_are_those_of_its_tokens(
     before: list[int], draft: list[int], most: int, thinking: bool | None

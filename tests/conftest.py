@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from mlxspec import blas
 
+gc.disable()  # until all tests are collected: their modules are many objects, and all of them stay
 blas.load()
 
 import mlx.core as mx  # noqa: E402  after BLAS
@@ -54,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.metalsim.settings import config as simulator
 
     simulator.order = config.getoption("metal_order")
+
+
+def pytest_collection_finish() -> None:
+    """No later collection of garbage walks what tests are made of."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

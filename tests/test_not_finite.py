@@ -152,9 +152,11 @@ def test_in_half_precision(kind: str, layout: Any, dtype: mx.Dtype) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("value", [3e38, -3e38])
-@pytest.mark.parametrize("kind", ["llama", "llama:8", "llama:4"])
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype, kind, value",
+    diagonal([mx.bfloat16, mx.float32], ["llama", "llama:8", "llama:4"], [3e38, -3e38]),
+    ids=str,
+)
 def test_values_that_overflow_reach_nobody_else(kind: str, dtype: mx.Dtype, value: float) -> None:
     """V alone is infinite, or so large that a group of it cannot be packed; logits are finite."""
     m = tiny.model(kind)

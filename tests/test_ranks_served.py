@@ -25,7 +25,7 @@ from tests.support.checkpoints import save
 from tests.support.scripted import MESSAGES
 from tests.tiny_tokenizer import save_tokenizer
 
-KINDS = ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+KINDS = ["llama", "qwen3_5"]
 END_S = 30  # for all processes to end
 KILLS = 20
 ANSWER = 100  # tokens
@@ -142,6 +142,7 @@ def ended(pids: list[int]) -> bool:
     return not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_one(path: Path, tmp_path: Path) -> None:
     """The same answers, with a grammar and without; the ranks are shown; a signal ends all."""
     schema = {"type": "array", "items": {"type": "integer"}, "maxItems": 4}

@@ -60,7 +60,7 @@ def calls(engine: Engine, streams: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("kind", "streams", "most"),
-    [("", 1, 230), ("", 16, 1740), ("lookup", 1, 355), ("lookup", 16, 2770)],
+    only([("", 1, 230), ("", 16, 1740), ("lookup", 1, 355), ("lookup", 16, 2770)], 1, 2),
 )
 def test_a_step_calls_no_more_than_this(kind: str, streams: int, most: int) -> None:
     engine = tiny.engine(tiny.model("qwen3"), blocks=400, max_sequences=16)

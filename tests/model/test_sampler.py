@@ -81,7 +81,7 @@ CASES = {
 PROMPT, OUTPUT = (1, 2, 3, 5), (5, 9, 9, 9, 11)
 
 
-@pytest.mark.parametrize("name", only(CASES, 0, 1, 3, 5, 6, 8, 10, 11))
+@pytest.mark.parametrize("name", only(CASES, 0, 3, 6, 11))
 def test_chi_square(name: str) -> None:
     """Thousands of seeds against the exact distribution; the bound is the 99.99 % quantile
     (Wilson-Hilferty)."""

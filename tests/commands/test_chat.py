@@ -277,9 +277,8 @@ def test_flags_stay_whole(pieces: list[str]) -> None:
         assert answer.rest == f"a{FLAG}b"
 
 
-@pytest.mark.parametrize(
-    "errors", only(["strict", "surrogateescape"], 1)
-)  # in C's locale the latter
+# In C's locale the latter.
+@pytest.mark.parametrize("errors", only(["strict", "surrogateescape"], 1))
 def test_a_pipe_that_is_not_utf_8(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{errors}")
     with serving(echo) as server:

@@ -172,7 +172,7 @@ CACHED = [("llama", "M1", "affine"), ("gemma3_text", "M4", "mxfp4"), ("mamba2", 
 CACHED += [("qwen3_5", CPU, "fp32")]
 
 
-@pytest.mark.parametrize("kind, chip, numbers, name, budget, temperature", fewer(GRID, 2, 1))
+@pytest.mark.parametrize("kind, chip, numbers, name, budget, temperature", fewer(GRID, 3, 1))
 def test_rows_keep_their_bits(kind, chip, numbers, name, budget, temperature) -> None:
     m = model(kind, numbers)
     how = found(kind, numbers, chip)
@@ -329,7 +329,6 @@ EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8}  # whose rows are sorte
             (MQA, "M4", "affine", {}, [150, 40, 300]),
             ("qwen3_moe", "M3", "affine", EXPERTS, [50, 50, 50, 50]),
         ],
-        0,
         1,
     ),
 )

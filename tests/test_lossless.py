@@ -206,7 +206,7 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = N
     "kind, layout, lone, name, budget, temperature",
     fewer(rotated(RUNS, [1, 7, 64], [0.0, 0.8]), 5, 0, 2)
     + fewer(rotated([(*HALVES, name) for name in DRAFTERS], [1, 7, 64], [0.0, 0.8]), 5)
-    + fewer(HEAD_RUNS, 5),
+    + fewer(HEAD_RUNS, 5, 2),
 )
 def test_batch(
     kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float
@@ -260,7 +260,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    fewer(diagonal(PAGED, DRAFTERS, [0.0, 0.8]), 2, 1) + fewer(ON_QWEN3 + ON_GEMMA4, 4, 1),
+    fewer(diagonal(PAGED, DRAFTERS, [0.0, 0.8]), 2, 1) + fewer(ON_QWEN3 + ON_GEMMA4, 5, 3),
 )
 def test_hits(kind: str, name: str, temperature: float) -> None:
     """Every prompt again, alone, when everything is cached: the same tokens, one token of
@@ -281,7 +281,7 @@ def test_hits(kind: str, name: str, temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, layout, rollback, name", fewer(MORE_RUNS, 5, 1, 4) + fewer(MORE_HEADS, 11, 7, 10)
+    "kind, layout, rollback, name", fewer(MORE_RUNS, 5, 1, 4) + fewer(MORE_HEADS, 11, 7)
 )
 def test_more_hits(kind: str, layout: str, rollback: bool, name: str) -> None:
     """Every prompt again, and the turn after it: where there are states, from the nearest one."""
@@ -308,7 +308,7 @@ def test_more_hits(kind: str, layout: str, rollback: bool, name: str) -> None:
     "kind, layout, rollback, name",
     fewer(diagonal([(kind, "rows", True) for kind in PAGED], DRAFTERS), 2, 1)
     + fewer(MORE_RUNS, 6, 1)
-    + fewer(MORE_HEADS, 5, 2),
+    + fewer(MORE_HEADS, 11, 2, 5),
 )
 def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Path) -> None:
     """Another process answers the same prompts and goes on with one, from what the first left on
@@ -331,7 +331,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    fewer(diagonal(PAGED, DRAFTERS, [0.0, 0.8]), 2) + fewer(ON_QWEN3 + ON_GEMMA4, 4, 2),
+    fewer(diagonal(PAGED, DRAFTERS, [0.0, 0.8]), 2) + fewer(ON_QWEN3 + ON_GEMMA4, 5, 4),
 )
 def test_preemption(kind: str, name: str, temperature: float) -> None:
     """A pool so small that sequences push each other out and come back."""
@@ -368,7 +368,7 @@ def test_priorities(kind: str, layout: str, name: str, temperature: float) -> No
     fewer(
         diagonal(["llama", "qwen3", "gpt_oss"], ["plain", "liar", "lookup", "chain"])
         + in_turn(["qwen3"], HEADS, every=3),
-        3,
+        5,
         1,
     ),
 )

@@ -130,6 +130,7 @@ def test_in_each_pool(kind: str, layout: Any, rollback: bool, value: float) -> N
     diagonal(
         [("llama", "rows"), ("gemma3_text", "gather"), ("qwen3_5", "rect")],
         [mx.bfloat16, mx.float16],
+        every=2,
     ),
     ids=str,
 )

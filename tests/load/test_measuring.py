@@ -72,7 +72,7 @@ def test_a_first_start_serves_at_once_and_drafts_when_it_has_measured(
         e.check()
         if not e.proposer.costs:  # type: ignore[attr-defined]
             assert not metrics
-        if not e.idle_work or n > 40:  # its trial of the head takes longer than that
+        if not e.idle_work or n > 12:  # its trial of the head takes longer than that
             break
     e.work_idle()
     assert e.idle_work is None and e.proposer.costs  # type: ignore[attr-defined]

@@ -192,7 +192,8 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", only(ASKED, 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ASKED)
 async def test_what_was_parsed_is_let_go_before_the_answer(
     path: str, tokenizer: Any, model_dir: Any
 ) -> None:

@@ -102,23 +102,24 @@ def code(n: int) -> list[int]:
 
 @pytest.mark.parametrize("text", [code(100_000), [7] * 100_000], ids=["uneven", "one token"])
 def test_long_texts_are_indexed_without_a_stall(text: list[int]) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     for _ in range(3):  # what this machine takes for as many small tuples
         dict.fromkeys(zip(text, text[1:], text[2:], strict=False))
-    unit = time.process_time() - began
+    unit = time.thread_time() - began
     index, slices = Index(text), []
     while True:
-        began = time.process_time()
+        began = time.thread_time()
         new = index.index(4096)
-        slices.append(time.process_time() - began)
+        slices.append(time.thread_time() - began)
         if not new:
             break
-    assert sum(slices) < 12 * unit, (sum(slices), unit)
-    assert sorted(slices)[-2] < 0.05, "one slice may meet the garbage collector"
-    began = time.process_time()
+    *most, _ = sorted(slices)  # one may meet the garbage collector
+    assert sum(most) < 12 * unit, (sum(most), unit)
+    assert most[-1] < 0.05
+    began = time.thread_time()
     for at in range(200, 100_000, 1000):
         index.find(text[at - MAX_MATCH : at])
-    assert time.process_time() - began < 0.1, "100 searches"
+    assert time.thread_time() - began < 0.1, "100 searches"
 
 
 def fed(tokens: list[int], prediction: tuple[int, ...] = ()) -> Lookup:

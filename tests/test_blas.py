@@ -100,6 +100,7 @@ def test_other_threads_are_another_order_of_sums() -> None:
     assert one != two and "OpenBLAS" in one
 
 
+@pytest.mark.slow
 @linux
 def test_copies_of_other_versions_go(cache: Path) -> None:
     cache.mkdir(parents=True)

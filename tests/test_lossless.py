@@ -398,7 +398,8 @@ def test_profiles(kind: str, name: str) -> None:
     fewer(
         diagonal(PAGED, ["plain", "chain"], [(range(1, 12, 4),), (range(3, 12, 4),)], every=2)
         + in_turn(["qwen3"], HEADS, [(range(1, 12, 4),), (range(3, 12, 4),)], every=3),
-        3,
+        4,
+        1,
     ),
 )
 def test_leavers_change_nothing(kind: str, name: str, steps: range) -> None:

@@ -127,7 +127,7 @@ def test_batch(kind: str, layout: str, name: str, budget: int, temperature: floa
         assert e.spec_metrics.drafted.total() or name == "liar"
 
 
-@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 2))
+@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 4))
 def test_preemption(kind: str, layout: str, name: str) -> None:
     told = truth(kind, layout, 0.8)
     longest = max(len(r.prompt) for r in requests(kind, 0.8).values())
@@ -138,7 +138,7 @@ def test_preemption(kind: str, layout: str, name: str) -> None:
     assert e.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 2, 1))
+@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 4, 1))
 def test_restart(kind: str, layout: str, name: str, tmp_path: Path) -> None:
     """Another process answers the same prompts from the disk."""
     told = truth(kind, layout, 0.8)

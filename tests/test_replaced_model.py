@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlxspec.config import Config
 from mlxspec.server import process
 from tests.support import tiny
+from tests.support.parameter_rows import only
 from tests.support.scripted import MESSAGES, Connection
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
@@ -81,7 +82,7 @@ def replace(path: Path) -> None:
     write(path, 1, template="you " + AGENT, extra=THINK + CALLS)
 
 
-@pytest.mark.parametrize("way", ["unloaded", "loaded"])
+@pytest.mark.parametrize("way", only(["unloaded", "loaded"], 1))
 def test_weights_and_tokenizer_are_of_one_model(path: Path, way: str, bare_settings: None) -> None:
     """Those that were loaded stay together; the next load reads all of the new one."""
 

@@ -194,6 +194,7 @@ def test_a_layout_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     assert find_layout(tiny.model("llama")).layout == "gather"
 
 
+@pytest.mark.slow
 def test_products_in_tf32_would_refuse_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """An M5 rounds the operands of several rows to 10 bits, and of one row not, unless
     MLX_ENABLE_TF32 is 0, as mlxspec/blas.py has it."""

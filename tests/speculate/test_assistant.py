@@ -123,6 +123,7 @@ def share_of(drafted: list[Drafted], chain: AssistantChain) -> float:
     return float(np.mean(np.array(off) < TOLERANCE))
 
 
+@pytest.mark.slow
 def test_a_server_drafts_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It takes no memory but that of its weights."""
     target = tmp_path / "target"

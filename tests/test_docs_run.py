@@ -144,7 +144,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
         "HF_HUB_OFFLINE": "1",
     }
     # An answer of this model ends only with the context.
-    with Server(["--context", "512"], **variables) as server:
+    with Server(["--context", "256"], **variables) as server:
         yield Home(work, variables, server.url.rpartition(":")[2])
 
 
@@ -162,7 +162,7 @@ def test_a_command_does_what_the_page_says(line: str, home: Home) -> None:
         assert status in (2, 4) and re.search("needs macOS|on a Mac|not installed", said), said
         return
     if status == 2 and re.match("mlxspec launch (--model \\S+ )?[a-z]", line):
-        assert "own prompt takes about" in said and " of the context's 512 tokens" in said
+        assert "own prompt takes about" in said and " of the context's 256 tokens" in said
         return
     assert status == (130 if line.startswith("mlxspec train") else 0), said
     if line.startswith("mlxspec launch"):

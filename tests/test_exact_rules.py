@@ -5,13 +5,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlxspec.kernels import invariant as kernels
 from mlxspec.kernels.attention import paged_attention
+from mlxspec.load.exact import examine
+from mlxspec.load.exact_proof import MOST
 from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.invariant import Invariance
+from mlxspec.model.layout import CacheBytes, LayoutChoice
 from tests import metalsim
+from tests.support import architectures, tiny
 from tests.support.metal_rules import (
     CHIPS,
     GEMV,
@@ -171,7 +176,7 @@ def test_what_mlx_takes_for_a_quantized_product_and_a_sum() -> None:
 def test_the_proof_sees_how_prompts_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head of K and V, and a recurrence: products that are alone only there."""
     monkeypatch.setattr(invariant, "CHUNK", CHUNK)
-    for kind, rows in ((MQA, 17), ("mamba2", 17), (MQA, 0), ("mamba2", 0)):
+    for kind, rows in ((MQA, 33), ("mamba2", 33), (MQA, 0), ("mamba2", 0)):
         if not rows:
             monkeypatch.setattr(kernels, "PARTS", 1)
             monkeypatch.setattr(recurrent, "_begun", lambda update, row: update(**row))
@@ -192,7 +197,56 @@ def test_the_proof_sees_what_is_kept_of_drafts(kind: str, monkeypatch: pytest.Mo
     assert found.rows == 1 and "accepted" in found.why and "layer 0" in found.why
 
 
-@pytest.mark.parametrize("most", [17, 5])
+def test_the_proof_sees_states_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have no drafts, and are computed again with those that have."""
+    usual = recurrent.StateRecorder.states_after
+
+    def spoilt(self: recurrent.StateRecorder, rows: mx.array) -> list[mx.array]:
+        by = mx.array([1.0 if len(span.draft) else 1.05 for span in self.spans])
+        states = usual(self, rows)
+        return [x * by.reshape(-1, *(1 for _ in x.shape[1:])).astype(x.dtype) for x in states]
+
+    monkeypatch.setattr(recurrent.StateRecorder, "states_after", spoilt)
+    found = verdict("CPU", "mamba2", "affine", "rect")
+    assert found.rows == 1 and "neighbour" in found.why
+
+
+def test_the_proof_reads_prompts_as_serving_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more rows of a sequence in one step than drafts have."""
+    usual = attention.invariant_attention
+
+    def attend(inputs: Any, *rest: Any) -> Any:
+        many = max(group.length for group in inputs.groups) > MOST
+        return usual(inputs, *rest) * (1 + 0.01 * (many and inputs.groups[0].starts[0] % CHUNK))
+
+    monkeypatch.setattr(attention, "invariant_attention", attend)
+    assert verdict("CPU", "llama", "affine").rows == MOST, "with whole chunks of 16"
+    monkeypatch.setattr(invariant, "CHUNK", 64)
+
+    def attend_tail(inputs: Any, *rest: Any) -> Any:
+        return usual(inputs, *rest) * (1 + 0.01 * (len(inputs.q) == 65))
+
+    monkeypatch.setattr(attention, "invariant_attention", attend_tail)
+    found = verdict("CPU", "llama", "affine")
+    assert not found.rows and "65 rows of a prompt" in found.why
+
+
+def test_a_head_that_is_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is multiplied by MLX, whose order nobody tries."""
+    usual = architectures.config
+    monkeypatch.setattr(
+        architectures, "config", lambda name: usual(name) | {"tie_word_embeddings": True}
+    )
+    for name in ("seed_oss", "minicpm", "llama4_text"):
+        found = examine(
+            architectures.build(name),
+            LayoutChoice("rows", True, False, CacheBytes(), tiny.VOCAB),
+            8,
+        )
+        assert not found.rows and "lm_head is no layer" in found.why
+
+
+@pytest.mark.parametrize("most", [33, 5])
 def test_the_proof_without_drafts_is_of_sequences(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_model_is_compared_with_mlx_lm(tmp_path: Path) -> None:
     status, told = run(tmp_path, str(model), *chosen, home=str(tmp_path / "home/someone"))
     assert status == 0, told
     assert told.count(": ok (") == 5 and told.count("tokens equal") == 3
-    assert "exact up to 17 rows, for " in told and "of 1000 tokens" in told
+    assert "exact up to 33 rows, for " in told and "of 1000 tokens" in told
     assert told.count("command buffers: {") == 2 and "first token after" in told
     assert "trees of drafts: a further row" in told
     assert "someone" not in told and "~/model" in told

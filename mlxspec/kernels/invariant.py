@@ -60,6 +60,12 @@ class Calls:
             yield part
 
 
+def route(router: Callable[[Array], Any], x: Array) -> Any:
+    """What a router makes of x [n, K]; some of mlx-lm's take [B, L, K] only."""
+    y = router(x[:, None])
+    return tuple(part[:, 0] for part in y) if isinstance(y, tuple) else y[:, 0]
+
+
 def attention(a: Attention) -> Array:
     """As reference.paged_attention: products and sums in fp32, for each row a product of q's heads
     that share K and V with each part of the context. Parts lie at multiples of PART positions, so

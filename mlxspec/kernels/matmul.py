@@ -234,7 +234,12 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
         name=f"small_qmm {n}x{k} of {form.name}",
         rows=tuple(range(1, 1 + ROWS)),
         raced=RACED,
-        inputs=partial(_inputs, form, (columns,), k),
+        inputs=partial(
+            _inputs,
+            form,
+            (columns,),
+            k,
+        ),
         stock=partial(mx.quantized_matmul, transpose=True, **form.how),
         reference=partial(run, reference.small_qmm),
         variants={
@@ -255,7 +260,13 @@ def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: b
 
     def inputs(seed: int) -> Inputs:
         count = 1 if shared else top
-        x, *weights = _inputs(form, (some, columns), k, seed, ROWS * count)
+        x, *weights = _inputs(
+            form,
+            (some, columns),
+            k,
+            seed=seed,
+            rows=ROWS * count,
+        )
         order = mx.random.uniform(shape=(ROWS, some), key=mx.random.key(seed))
         chosen = mx.argsort(order, axis=-1)[:, :top]
         return x.reshape(ROWS, count, k), chosen, *weights

@@ -5,6 +5,7 @@ compute.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import product
 from time import perf_counter
 
 import mlx.core as mx
@@ -12,15 +13,23 @@ from mlx.nn import Module
 
 from mlxspec.kernels.attention import is_correct
 from mlxspec.kernels.invariant import Calls
-from mlxspec.load.exact_proof import ROOM, STEPS, TAIL, Proof, blocks_needed, some_tokens
+from mlxspec.load.exact_proof import (
+    STEPS,
+    TAIL,
+    Proof,
+    blocks_needed,
+    some_tokens,
+)
 from mlxspec.model import recurrent
+from mlxspec.model.call_search import ROWS, Tries
 from mlxspec.model.invariant import Invariance, Recorded, find_invariance
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
 from mlxspec.sequences import Draft
 from mlxspec.speculate.calibrate import time_step, unused_span
-from mlxspec.types import Check, line_of
+from mlxspec.types import Check, UnsupportedModel, line_of
 
+RECORDED = TAIL + 2 * ROWS  # rows of the step whose calls are tried
 AUTO = 0.05  # of a step's time: what `exact = auto` pays
 UNPROVEN = -1
 TURNS = 5  # of a measurement; the best counts
@@ -101,14 +110,17 @@ class Search:
     goes on there."""
 
     runner: Runner
-    table: list[int]  # unused blocks for ROOM tokens
-    found: dict[str, Calls | None] = field(default_factory=dict)
+    table: list[int]  # unused blocks for RECORDED tokens
+    recorded: Recorded = field(default_factory=dict)
+    found: dict[str, Calls | Tries] = field(default_factory=dict)
 
     def run(self, check: Check = lambda: None) -> Invariance:
-        """Go on. Calls `check` before each product, and raises what it raises."""
+        """Go on. Calls `check` before each product, and raises what it raises. Raises
+        UnsupportedModel."""
         runner = self.runner
+        self.recorded = self.recorded or record(runner, self.table)
         found = find_invariance(
-            record(runner, self.table),
+            self.recorded,
             runner.view.block_size,
             recurrent.by_rows(runner.model),
             found=self.found,
@@ -120,23 +132,28 @@ class Search:
 
 
 def record(runner: Runner, table: list[int]) -> Recorded:
-    """What a step of ROOM rows calls the layers with, in blocks that nobody uses."""
+    """What a step of RECORDED rows calls the layers with, in blocks that nobody uses. Raises
+    UnsupportedModel."""
     usual = runner.invariance
     recorded: Recorded = {}
     runner.set_invariance(Invariance())
     runner.view.recorded = recorded
     try:
         span = unused_span(runner, table, 0)
-        span.tokens = some_tokens(ROOM)
+        span.tokens = some_tokens(RECORDED)
         span.kept.prompt_len = TAIL
         if runner.states.rollback_supported:
             span.draft = Draft(span.tokens[1:])
         else:
-            span.count = ROOM
-        mx.eval(runner.forward([span], None).logits)
+            span.count = RECORDED
+        logits = runner.forward([span], None).logits
+        mx.eval(logits)
     finally:
         runner.view.recorded = None
         runner.set_invariance(usual)
+    outputs = [layer.weight.shape[0] for layer, _ in recorded.values() if "weight" in layer]
+    if max(outputs, default=0) < logits.shape[-1]:
+        raise UnsupportedModel("its lm_head is no layer: a product of its own")
     return recorded
 
 
@@ -148,10 +165,8 @@ def _proven(proof: Proof, invariance: Invariance) -> Exactness:
         if why:
             break
         rows = step
-    if rows and (begun := proof.beginning()):
-        rows, why = 0, begun
-    if why and invariance.failed:
-        why = f"{invariance.failed[0]} has no order of its own for a row"
+    if rows and (differs := proof.read_differs() or proof.beginning()):
+        rows, why = 0, differs
     return Exactness(invariance, rows, why)
 
 
@@ -160,21 +175,24 @@ def measure_cost(
     invariance: Invariance,
     table: list[int],
     check: Check,
+    took: dict[tuple[int, bool], list[float]] | None = None,
 ) -> tuple[float, float]:
     """By which part of its time a step is longer, of few rows at most and of a prompt. Calls
-    `check` before each step, and raises what it raises."""
+    `check` before each step, and raises what it raises; with the same `took`, the seconds of steps
+    by their rows, with the invariance or without, it goes on there."""
     usual = runner.invariance
-    best = {(rows, kept): float("inf") for rows in TIMED for kept in (False, True)}
+    took = {} if took is None else took
     try:
-        for _ in range(TURNS):
-            for rows, kept in best:
-                check()
-                runner.set_invariance(invariance if kept else None)
-                took = _seconds(runner, table, rows)
-                best[rows, kept] = min(best[rows, kept], took)
+        for turn, rows, kept in product(range(TURNS), TIMED, (False, True)):
+            seconds = took.setdefault((rows, kept), [])
+            if len(seconds) > turn:
+                continue
+            check()
+            runner.set_invariance(invariance if kept else None)
+            seconds.append(_seconds(runner, table, rows))
     finally:
         runner.set_invariance(usual)
-    few, drafts, prompt = (max(0.0, best[n, True] / best[n, False] - 1) for n in TIMED)
+    few, drafts, prompt = (max(0.0, min(took[n, True]) / min(took[n, False]) - 1) for n in TIMED)
     return max(few, drafts), prompt
 
 

@@ -5,7 +5,6 @@ Rule: steps do what serving does: they have drafts of which some are accepted, n
 that are cut elsewhere, and cached prefixes.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,27 +16,36 @@ from mlx.core import array as Array
 
 from mlxspec.kernels.invariant import PART
 from mlxspec.model.batch import starts_of
-from mlxspec.model.invariant import ROWS, Invariance, chunk_rows
+from mlxspec.model.call_search import Watched
+from mlxspec.model.invariant import Invariance, chunk_rows
 from mlxspec.model.runner import Runner
-from mlxspec.model.trunk import layers_in
+from mlxspec.model.trunk import layers_in, mix_in, mix_out
 from mlxspec.sequences import Draft, SeqState, Span
-from mlxspec.types import Tap
+from mlxspec.types import MAX_DEPTH
 
-STEPS = (1, 2, 5, 6, 13, ROWS)  # rows of a step
+MOST = 1 + MAX_DEPTH  # rows of a sequence in a step
+STEPS = (1, 2, 5, 6, 13, 17, MOST)  # rows of a step
 TAIL = 9  # tokens of the prompt after its whole chunks
 CONTEXT = 3 * PART  # tokens of these at least: attention adds several parts
-ROOM = TAIL + 2 * ROWS  # tokens of a sequence after its whole chunks
-SHORT = TAIL + 2 * len(STEPS)  # tokens of a sequence without
+SHORT = TAIL + 2 * len(STEPS)  # tokens of a sequence without whole chunks
 
-Step = dict[Span, "ProofSequence"]  # its spans, of which the first is the sequence's own
-Prepare = Callable[[], tuple[int, Step]]  # a step, and the number of the row with which it begins
+Rows = dict[Any, Array]  # of a step's first span [rows, D], by layer or by part of a layer
+Step = dict[Span, "ProofSequence"]  # its spans, of which the first is compared
+# A step, and the number of the row with which it begins.
+Prepare = Callable[[], tuple[int, Step]]
 
 
 def blocks_needed(block_size: int) -> int:
     """Of a sequence, two neighbours of which one is short, the sequence again, and of those that
     begin with one row each."""
-    tokens = CONTEXT + 5 * chunk_rows(block_size) + 4 * ROOM
-    return 6 + ceil(tokens / block_size) + ROWS * ceil(SHORT / block_size)
+    chunk = chunk_rows(block_size)
+    tokens = CONTEXT + 5 * chunk + 4 * _room(chunk)
+    return 6 + ceil(tokens / block_size) + MOST * ceil(SHORT / block_size)
+
+
+def _room(chunk: int) -> int:
+    """Tokens of a sequence after its whole chunks."""
+    return 2 * TAIL + max(MOST, chunk)
 
 
 def some_tokens(count: int, shift: int = 0) -> list[int]:
@@ -81,6 +89,11 @@ class ProofSequence:
     def next_rows(self, count: int = 1) -> Span:
         return self.span(self.computed, count, samples=True)
 
+    def again(self) -> "ProofSequence":
+        """The same sequence, whose steps do not move this one on; both write the same blocks."""
+        kept = SeqState(prompt_len=self.kept.prompt_len, recurrent=self.kept.recurrent)
+        return replace(self, kept=kept)
+
 
 class Proof:
     """One sequence in many steps, in blocks of its own."""
@@ -98,79 +111,94 @@ class Proof:
 
     def differs(self, rows: int) -> str:
         """How the logits of a step of `rows` rows differ from those of the same rows computed
-        alone, and in which layer this begins; "" if they do not."""
+        alone, and in what this begins; "" if they do not."""
         if not self.held:
             self._begin()
+        some = "one row" if rows == 1 else f"{rows} rows"
         for how, prepare in self._steps(rows):
-            first, step = prepare()
-            logits = self._logits(step)[0]
-            want = mx.concatenate(self.alone[first : first + len(logits)])
-            if not mx.array_equal(logits, want):
-                origin = self._origin(prepare)
-                origin = f", as the output of {origin} does" if origin else ""
-                some = "one row" if rows == 1 else f"{rows} rows"
-                return f"logits differ in steps of {some}{how}{origin}"
+            if not self._equal(prepare):
+                return f"logits differ in steps of {some}{how}{self._origin(prepare)}"
+        if rows > 1 and self.can_draft and not self._neighbour_is_equal(rows):
+            return f"logits of a neighbour differ after a step of {some}"
         return ""
+
+    def read_differs(self) -> str:
+        """How logits differ where all rows of a prompt that are in no whole chunk are computed in
+        one step, as many as can be; "" if they do not."""
+        if self._equal(self._tail):
+            return ""
+        return f"logits differ after a step of {self.chunk + 1} rows of a prompt"
+
+    def _equal(self, prepare: Prepare) -> bool:
+        first, step = prepare()
+        logits = self._logits(step)[0]
+        want = mx.concatenate(self.alone[first : first + len(logits)])
+        return bool(mx.array_equal(logits, want))
 
     def _steps(self, rows: int) -> Iterator[tuple[str, Prepare]]:
         """Steps of so many rows: of the sequence where it can have drafts, and of sequences."""
-        ends = rows in (STEPS[0], STEPS[-1])
-        shared = self.whole - self.chunk * ends
-        recurrent = bool(self.runner.states.layers)
         if rows == 1 or self.can_draft:
-            if ends:
-                yield "", partial(self._drafted, rows, shared, TAIL)
+            yield "", partial(self._drafted, rows)
             beside = partial(
                 self._drafted,
                 rows,
-                shared,
                 cut=3,
                 beside=True,
             )
             yield " beside others", beside
-            if not recurrent:
-                yield " after a cached prefix", partial(self._cached, rows)
+        if rows > 1 and self.can_draft:
+            yield ", of whose drafts some are accepted", partial(self._accepted, rows)
         if rows > 1:
-            if self.can_draft:
-                yield ", of whose drafts some are accepted", partial(self._accepted, rows)
             yield " of a sequence each", partial(self._crowded, rows)
 
-    def _drafted(self, rows: int, shared: int, cut: int, beside: bool = False) -> tuple[int, Step]:
-        """The sequence with a prompt that is cut in another way, and neighbours if wanted."""
-        seq = self._seq(shared)
+    def _drafted(self, rows: int, cut: int = TAIL, beside: bool = False) -> tuple[int, Step]:
+        """The sequence after a cached prefix, with a prompt that is cut in another way, and
+        neighbours if wanted."""
+        ends = rows in (STEPS[0], STEPS[-1])
+        seq = self._seq(self.whole - self.chunk * ends)
         self._read(seq, self.end, cut)
         spans = {seq.drafted(self.end, rows): seq}
         for n, other in enumerate(self.held[1:] if beside else []):
             spans[other.next_rows(1 + n)] = other
         return 0, spans
 
-    def _cached(self, rows: int) -> tuple[int, Step]:
-        """All but the rows that are compared is cached."""
-        first = self.held[0]
-        hit = ProofSequence(
-            first.tokens,
-            first.table,
-            SeqState(prompt_len=self.end + 1),
-            whole=self.end,
-        )
-        return 0, {hit.drafted(self.end, rows): hit}
-
     def _accepted(self, rows: int) -> tuple[int, Step]:
         """The row after a step of so many, half of whose drafts are rejected."""
-        _, spans = self._drafted(rows, self.whole, TAIL, beside=True)
-        done = self.runner.forward(list(spans), None)
+        _, spans = self._drafted(rows, beside=True)
+        some = self._accept_some(spans)
         (mine, seq), *_ = spans.items()
-        some = (rows - 1) // 2
+        return 1 + some, {seq.drafted(mine.start + 1 + some, 1): seq}
+
+    def _accept_some(self, spans: Step) -> int:
+        """Compute a step, half of whose first span's drafts are accepted; returns how many."""
+        done = self.runner.forward(list(spans), None)
+        mine = next(iter(spans))
+        some = len(mine.draft) // 2
         accepted = [some if kept is mine.kept else 0 for kept in done.first_row]
         self.runner.states.keep_accepted(mx.array(accepted), done.first_row)
-        for span, other in spans.items():
-            other.computed = span.end
-        return 1 + some, {seq.drafted(self.end + 1 + some, 1): seq}
+        for span, seq in spans.items():
+            seq.computed = span.end
+        return some
+
+    def _neighbour_is_equal(self, rows: int) -> bool:
+        """Whether a sequence without drafts goes on as alone after a step with another's."""
+        _, spans = self._drafted(rows)
+        alone, beside = self.held[1].again(), self.held[1].again()
+        want = self._logits({alone.next_rows(2): alone})[0]
+        spans[beside.next_rows()] = beside
+        self._accept_some(spans)
+        logits = self._logits({beside.next_rows(): beside})[0]
+        return bool(mx.array_equal(logits, want))
 
     def _crowded(self, rows: int) -> tuple[int, Step]:
         """The sequence's row beside one row each of others."""
-        _, spans = self._drafted(1, self.whole, TAIL)
+        _, spans = self._drafted(1)
         return 0, spans | {other.next_rows(): other for other in self.crowd[: rows - 1]}
+
+    def _tail(self) -> tuple[int, Step]:
+        seq = self._seq(self.whole)
+        seq.kept.prompt_len = self.whole + self.chunk + 1
+        return self.chunk + 1 - TAIL, {seq.span(self.whole, self.chunk + 1, samples=True): seq}
 
     def beginning(self) -> str:
         """How a sequence's logits differ where another begins with it; "" if they do not.
@@ -179,7 +207,7 @@ class Proof:
         def begun(*seqs: ProofSequence) -> Array:
             new = [replace(seq, kept=SeqState(prompt_len=1)) for seq in seqs]
             logits = []
-            for at, rows in ((0, 1), (1, ROOM), (1 + ROOM, 2)):
+            for at, rows in ((0, 1), (1, MOST), (1 + MOST, 2)):
                 logits += self._logits({seq.span(at, rows, samples=True): seq for seq in new})
             return mx.stack(logits[:: len(seqs)])
 
@@ -188,30 +216,68 @@ class Proof:
             return ""
         return "logits differ where sequences begin together"
 
+    # ---- where a difference begins -----------------------------------------------------------
+
     def _origin(self, prepare: Prepare) -> str:
-        """The first layer whose output differs in such a step, by what mixes its tokens; "" where
-        none does."""
+        """The first layer whose output differs in such a step, and in the rows layout the part of
+        it, in words; "" where hidden states cannot be had."""
         runner = self.runner
         if not runner.trunk:
             return ""
         layers = layers_in(runner.trunk)
         runner.tap(range(len(layers)))
         try:
-            first, step = prepare()
-            together = self._hidden(step)
-            count = next(iter(step)).rows
-            seq = self._seq(self.whole)
-            self._read(seq, self.end, 1)
-            at = range(self.end, self.end + first + count)
-            apart = [self._hidden({seq.drafted(i, 1): seq}) for i in at][first:]
+            i = self._first_difference(prepare, lambda taps: taps)
         finally:
             runner.tap(())
-        for i, hidden in together.items():
-            if not mx.array_equal(mx.concatenate([each[i] for each in apart]), hidden):
-                layer = layers[i]
-                mixers = [name for name in layer.children() if re.search("attn|mixer|conv", name)]
-                return f"layer {i}'s {mixers[0] if mixers else type(layer).__name__}"
-        return ""
+        if i is None:
+            return ", not in the layers but in the lm_head"
+        name = f"layer {i}"
+        if runner.layout == "rows" and (part := self._part(layers[i], prepare)):
+            name += f"'s {part}"
+        return f", as the output of {name} does"
+
+    def _part(self, layer: Any, prepare: Prepare) -> Any:
+        """The part of a layer whose output differs first."""
+        seen: dict[str, Any] = {}
+        parts = {name: part for name, part in layer.children().items() if callable(part)}
+        for name, part in parts.items():
+            mix_in(part, Watched)
+            part._seen, part._name = seen, name
+        try:
+            return self._first_difference(prepare, lambda _: seen)
+        finally:
+            for part in parts.values():
+                mix_out(part, Watched)
+                del part._seen, part._name
+
+    def _first_difference(self, prepare: Prepare, outputs: Callable[[Any], Any]) -> Any:
+        """Of the outputs of a step's forward, which one differs first from those of the same rows
+        computed alone; None where none does."""
+        first, step = prepare()
+        together = self._rows(step, outputs)
+        seq = self._seq(self.whole)
+        self._read(seq, self.end, 1)
+        count = len(next(iter(together.values()), ()))
+        at = range(self.end, self.end + first + count)
+        apart = [self._rows({seq.drafted(i, 1): seq}, outputs) for i in at][first:]
+        for name, rows in together.items():
+            if not mx.array_equal(mx.concatenate([each[name] for each in apart]), rows):
+                return name
+        return None
+
+    def _rows(self, step: Step, outputs: Callable[[Any], Any]) -> Rows:
+        """What a step's forward makes of its first span's rows."""
+        done = self.runner.forward(list(step), None)
+        mx.eval(done.logits)
+        span = next(iter(step))
+        first = starts_of(done.plan)[span]
+        rows = {}
+        for name, made in outputs(done.taps).items():
+            array = made[0] if isinstance(made, tuple) else made
+            rows[name] = array.reshape(-1, array.shape[-1])[first : first + span.rows]
+        mx.eval(rows)
+        return rows
 
     # ---- sequences and steps -----------------------------------------------------------------
 
@@ -220,7 +286,7 @@ class Proof:
         are held. The first `shared` tokens are the first one's, already computed."""
         size = self.runner.view.block_size
         whole = self.whole if whole is None else whole
-        tokens = some_tokens(whole + ROOM if whole else SHORT, shift)
+        tokens = some_tokens(whole + _room(self.chunk) if whole else SHORT, shift)
         held = [*self.held, *self.crowd]
         free = 1 + max((block for seq in held for block in seq.table), default=0)
         table = list(range(free, free + ceil(len(tokens) / size) - shared // size))
@@ -246,14 +312,14 @@ class Proof:
             self._read(first, upto, 1)
             self.states[upto] = first.kept.recurrent
         self._read(first, self.end, 1)
-        for at in range(self.end, self.end + ROWS):
+        for at in range(self.end, self.end + max(MOST, self.chunk + 2 - TAIL)):
             self.alone += self._logits({first.drafted(at, 1): first})
         longer = self.whole + 2 * self.chunk
         for shared, whole in ((0, self.chunk), (self.whole, longer)):
             other = self._seq(shared, len(self.held), whole)
             self.held.append(other)
             self._read(other, whole + TAIL - 1, TAIL)
-        for n in range(1, ROWS):
+        for n in range(1, MOST):
             self.crowd.append(self._seq(shift=n, whole=0))
         self._logits({seq.span(0, TAIL - 1, samples=False): seq for seq in self.crowd})
 
@@ -273,11 +339,3 @@ class Proof:
             first = done.first_row.get(span.kept, 0)
             logits.append(done.logits[first : first + span.sampled])
         return logits
-
-    def _hidden(self, step: Step) -> dict[Tap, Array]:
-        """The outputs [rows, D] of each layer, of a step's first span."""
-        done = self.runner.forward(list(step), None)
-        mx.eval(done.taps)
-        span = next(iter(step))
-        first = starts_of(done.plan)[span]
-        return {tap: hidden[first : first + span.rows] for tap, hidden in done.taps.items()}

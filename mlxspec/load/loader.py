@@ -50,6 +50,7 @@ from mlxspec.model.mirror import runner_type
 from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.model.vision.seam import Eyes
 from mlxspec.progress import progress
+from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
@@ -97,6 +98,8 @@ def load_engine(
         prompts=PromptStore(path, name, config=config, facts=facts),
     )
     _start(measuring, config, group)
+    if info.exact_rows and isinstance(engine.proposer, Proposer):
+        engine.proposer.draft_at_most(info.exact_rows - 1)
     _log_limits(engine.scheduler, cache.layout, room)
     log.info("%s: %s layout, ready in %.1f s", name, info.layout, time.perf_counter() - began)
     if not measure_idle:

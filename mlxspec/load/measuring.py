@@ -11,9 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from mlxspec import log
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
-from mlxspec.kernels.invariant import Calls
 from mlxspec.kernels.trial import Case
-from mlxspec.kernels.verify import KERNELS, VerdictFile, untried, verify
+from mlxspec.kernels.verify import (
+    KERNELS,
+    VerdictFile,
+    untried,
+    verify,
+)
 from mlxspec.load.drafting import Drafting, facts_of
 from mlxspec.load.exact import TIMED, Search, measure_cost
 from mlxspec.load.warmup import PromptStore, WarmupCache, kernels_in_use
@@ -22,7 +26,15 @@ from mlxspec.progress import progress
 from mlxspec.speculate.calibrate import MORE, Calibration, contexts_in
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, Check, Interrupted, Request, Sampling, Tap
+from mlxspec.types import (
+    FINAL_NORM,
+    Check,
+    Interrupted,
+    Request,
+    Sampling,
+    Tap,
+    line_of,
+)
 
 TRIED_ANSWERS, TRIED_TOKENS = 4, 64  # to choose what a head reads
 # Of these answers. At 1 a head that fits guesses too little of what they ramble to stand out.
@@ -45,7 +57,8 @@ class Measuring:
     contexts: tuple[int, int] = (0, 0)
     _calibration: Calibration | None = None
     _rates: dict[Tap, float] = field(default_factory=dict)  # of the hidden states tried so far
-    _calls: dict[str, Calls | None] = field(default_factory=dict)  # of the layers tried so far
+    _search: Search | None = None
+    _took: dict[tuple[int, bool], list[float]] = field(default_factory=dict)  # steps, when exact
 
     def __post_init__(self) -> None:
         pool = self.engine.scheduler.pool
@@ -119,22 +132,29 @@ class Measuring:
         return exact is not None and exact.rows != 0 and exact.cost is None
 
     def _measure_exact(self, check: Check) -> None:
-        """How rows would be exact, and what that costs."""
-        exact, pool = self.cache.exact, self.engine.scheduler.pool
-        assert exact is not None
+        """How rows would be exact, and what that costs, with the kernels in use now."""
+        cache, pool = self.cache, self.engine.scheduler.pool
+        assert cache.exact is not None
         room = TIMED[-1] + TIMED[1] + 1
         if len(pool.free_blocks) * pool.block_size <= room:
             return
-        runner = self.engine.runner
-        with pool.lent(room) as table:
-            if exact.invariance is None:
-                with progress("Finding how rows are exact"):
-                    search = Search(runner, table, self._calls)
-                    exact = replace(exact, invariance=search.run(check))
-            assert exact.invariance is not None
-            cost = measure_cost(runner, exact.invariance, table, check)
-        self.cache.exact = replace(exact, cost=cost)
-        log.info("%s", self.cache.exact.describe("auto"))
+        runner, exact = self.engine.runner, cache.exact
+        try:
+            with pool.lent(room) as table:
+                if exact.invariance is None:
+                    with progress("Finding how rows are exact"):
+                        self._search = self._search or Search(runner, table)
+                        exact = replace(exact, invariance=self._search.run(check))
+                assert exact.invariance is not None
+                cost = measure_cost(runner, exact.invariance, table, check, self._took)
+            cache.exact = replace(exact, cost=cost)
+        except Interrupted:
+            raise
+        except Exception as failed:  # the model's own code
+            cache.exact = replace(exact, rows=0, why=line_of(failed))
+        if not runner.invariance:
+            cache.exact_kernels = kernels_in_use()
+        log.info("%s", cache.exact.describe("auto"))
 
     @property
     def _in_use(self) -> str:

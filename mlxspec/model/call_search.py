@@ -5,7 +5,7 @@ some thousand values. So each row that is tried cancels: one of its outputs is t
 whose exact value is 0, and nearly every order rounds otherwise.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,59 +19,53 @@ from mlx.core import array as Array
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxspec.kernels import cpu
-from mlxspec.kernels.invariant import Calls
-from mlxspec.model.trunk import mix_in
-from mlxspec.types import Check
+from mlxspec.kernels.invariant import Calls, route
+from mlxspec.model.trunk import mix_in, mix_out
 
 DENSE = (nn.Linear, nn.Embedding)
 TIED = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchGLU, SwitchMLP)
 FIRST = ("gate_proj", "up_proj", "fc1")  # products of experts that take the layer's input
-ROWS = 17  # of a step, in which a row's bits are compared with those of the row alone
+ROWS = 17  # that differ from each other
 MANY = 64  # rows of a call with which a prompt is read fast without chunks
 # Of a call, tried one after the other; MLX changes kernels beyond these too, so none has more.
 MORE_ROWS = (24, 33, MANY, 129, 256)
 LEAST = (1, 2)  # rows of a call
 ENOUGH = 7  # rows of a call: others are not tried
 FITTED = 5  # values of a row that make it cancel; each takes 7 bits or more off what remains
-# Size of a row's values: what remains of a sum is then no smaller than a bias.
-LARGE = {mx.float16: 2.0**6, mx.bfloat16: 2.0**24, mx.float32: 2.0**24}
+# Values of a row are random with sizes of LARGE / 2**RANGE to LARGE: products with weights of 4
+# bits would else be so much alike that all orders add them without rounding.
+LARGE, RANGE = 2.0**6, 16
 
 Outputs = tuple[Array, ...]  # [rows, ...] each
 Operation = Callable[..., Outputs]
+Tries = Generator[None, None, Calls]  # one product between two yields
 
 
-def find_calls(
-    layer: Any,
-    arrays: list[Array],
-    check: Check = lambda: None,
-) -> Calls | None:
-    """The calls of most rows that keep a row's bits; None: there are none. `arrays`: what the layer
-    was called with, [n, K], and the choices [n, k] of experts. The layer is as it was built.
-    Calls `check` before each product, and raises what it raises."""
-    best: Calls | None = None
-    with _operations(layer, arrays[0].dtype) as operations:
-        for turned, op in operations.items():
-            for least in LEAST:
-                most = _most(Trial(layer, op, least, arrays), check)
-                if most >= least and (best is None or most > best.most):
-                    best = Calls(least, most, turned)
-                if best and best.most >= ENOUGH:
-                    return best
+def try_calls(layer: Any, arrays: list[Array]) -> Tries:
+    """Find the calls of most rows that keep a row's bits. `arrays`: what the layer was called with,
+    [n, K], and the choices [n, k] of experts. Between two products the layer is as it was built."""
+    best = Calls(1, 1)
+    for turned, op in _operations(layer, arrays[0].dtype).items():
+        for least in LEAST:
+            most = yield from _most(Trial(layer, op, least, arrays))
+            if most >= least and most > best.most:
+                best = Calls(least, most, turned)
+            if best.most >= ENOUGH:
+                return best
     return best
 
 
-def _most(trial: "Trial", check: Check) -> int:
+def _most(trial: "Trial") -> Generator[None, None, int]:
     """Up to how many rows a call keeps the bits of each row, wherever it is among them; -1: none.
     It is never more than was tried."""
-    rows = trial.cancelling(check)
-    singles = trial.alone(rows, check)
+    rows = yield from trial.cancelling()
+    singles = yield from trial.alone(rows)
     most = -1
     for count in (*range(trial.least, ROWS + 1), *MORE_ROWS):
         for at in _places(count):
-            check()
-            outputs = zip(trial.op(*(x[at] for x in rows)), singles, strict=True)
-            if not all(mx.array_equal(y, single[at], equal_nan=True) for y, single in outputs):
+            yield
+            if not _same(trial.op(*(x[at] for x in rows)), singles, at):
                 return most if most >= MANY else min(most, ROWS)
         most = count
     return most
@@ -85,42 +79,35 @@ def _places(count: int) -> Iterator[Array]:
         yield mx.arange(start, start + count) % ROWS
 
 
-def transposed(layer: Any, x: Array) -> Any:
-    """x [..., K] times a dense layer's weights, as columns."""
-    y = (layer.weight @ x.reshape(-1, x.shape[-1]).T).T
-    y = y.reshape(*x.shape[:-1], -1)
-    if "bias" in layer:
-        y = y + layer.bias
-    return y
-
-
-def route(router: Callable[[Array], Any], x: Array) -> Any:
-    """What a router makes of x [n, K]; some of mlx-lm's take [B, L, K] only."""
-    y = router(x[:, None])
-    return tuple(part[:, 0] for part in y) if isinstance(y, tuple) else y[:, 0]
+def _same(outputs: Outputs, singles: Outputs, at: Array) -> bool:
+    """Whether outputs are those of the rows `at`; some at a time, as a vocabulary is wide."""
+    for y, single in zip(outputs, singles, strict=True):
+        for first in range(0, len(at), ROWS):
+            some = slice(first, first + ROWS)
+            if not mx.array_equal(y[some], single[at[some]], equal_nan=True):
+                return False
+    return True
 
 
 # ---- what is compared of a layer -------------------------------------------------------------
 
 
-@contextmanager
-def _operations(layer: Any, dtype: mx.Dtype) -> Iterator[dict[bool, Operation]]:
+def _operations(layer: Any, dtype: mx.Dtype) -> dict[bool, Operation]:
     """A layer's operation, and before it the transposed one where there is one."""
     if isinstance(layer, EXPERTS):
-        with _watched(layer) as op:
-            yield {False: op}
-    elif isinstance(layer, (nn.Linear, nn.QuantizedLinear, *TIED)):
-        usual = layer.as_linear if isinstance(layer, TIED) else layer
-        ops = {False: usual}
-        if isinstance(layer, DENSE) and cpu.in_use() and dtype == mx.float32:
-            ops = {True: partial(transposed, layer)} | ops
-        yield {turned: partial(_only, op) for turned, op in ops.items()}
-    else:
-        yield {False: partial(_routed, layer)}
+        return {False: partial(_experts, layer)}
+    if not isinstance(layer, (nn.Linear, nn.QuantizedLinear, *TIED)):
+        return {False: partial(_routed, layer)}
+    usual = layer.as_linear if isinstance(layer, TIED) else layer
+    ops = {False: usual}
+    if isinstance(layer, DENSE) and cpu.in_use() and dtype == mx.float32:
+        ops = {True: partial(cpu.transposed, layer)} | ops
+    return {turned: partial(_multiplied, layer, op) for turned, op in ops.items()}
 
 
-def _only(op: Callable[[Array], Array], x: Array) -> Outputs:
-    return (op(x),)
+def _multiplied(layer: Any, op: Callable[[Array], Array], x: Array) -> Outputs:
+    with _without_biases(layer):
+        return (op(x),)
 
 
 def _routed(router: Any, x: Array) -> Outputs:
@@ -141,32 +128,41 @@ class Watched:
         return y
 
 
-@contextmanager
-def _watched(layer: Any) -> Iterator[Operation]:
-    """An operation that makes a layer's output and, before it, what each of its products makes."""
+def _experts(layer: Any, x: Array, chosen: Array) -> Outputs:
+    """What each of a layer's products makes, and the layer."""
     seen: dict[str, Array] = {}
     products = _products(layer)
     for name, product in products.items():
         mix_in(product, Watched)
         product._seen, product._name = seen, name
-
-    def op(x: Array, chosen: Array) -> Outputs:
-        y = layer(x, chosen)
-        place = mx.argsort(mx.argsort(chosen.flatten()))
-        # Sorted by expert, products have one row for each choice of each row.
-        made = (seen[name] if seen[name].ndim > 3 else seen[name][place] for name in products)
-        return *(part.reshape(len(x), -1) for part in made), y
-
     try:
-        yield op
+        with _without_biases(*products.values()):
+            y = layer(x, chosen)
     finally:
         for product in products.values():
-            product.__class__ = type(product).__bases__[1]
+            mix_out(product, Watched)
             del product._seen, product._name
+    place = mx.argsort(mx.argsort(chosen.flatten()))
+    # Sorted by expert, products have one row for each choice of each row.
+    made = (seen[name] if seen[name].ndim > 3 else seen[name][place] for name in products)
+    return *(part.reshape(len(x), -1) for part in made), y
 
 
 def _products(layer: Any) -> dict[str, Any]:
     return {name: part for name, part in layer.children().items() if "weight" in part}
+
+
+@contextmanager
+def _without_biases(*layers: Any) -> Iterator[None]:
+    """With biases of 0, which hide no rounding."""
+    held = [(layer, layer.bias) for layer in layers if "bias" in layer]
+    for layer, bias in held:
+        layer.bias = mx.zeros_like(bias)
+    try:
+        yield
+    finally:
+        for layer, bias in held:
+            layer.bias = bias
 
 
 # ---- rows that cancel ------------------------------------------------------------------------
@@ -181,23 +177,24 @@ class Trial:
     least: int
     arrays: list[Array]
 
-    def alone(self, rows: list[Array], check: Check) -> Outputs:
+    def alone(self, rows: list[Array]) -> Generator[None, None, Outputs]:
         """What the operation makes of each row in a call of its own."""
         calls = Calls(self.least, self.least)
         each = []
         for i in range(len(rows[0])):
-            check()
+            yield
             each.append(calls.apply(self.op, *(x[i : i + 1] for x in rows)))
             mx.eval(each[-1])
         return tuple(mx.concatenate(list(same)) for same in zip(*each, strict=True))
 
-    def cancelling(self, check: Check) -> list[Array]:
+    def cancelling(self) -> Generator[None, None, list[Array]]:
         """ROWS rows for the operation, random but for some values, by which one output of row i is
         as good as 0 when it is alone: each takes off what remains, as the operation itself has it.
         The outputs lie all over the layer."""
         x, *others = self.arrays
         noise = np.random.default_rng(0)
-        rows = noise.standard_normal((ROWS, x.shape[-1])) * LARGE[x.dtype]
+        rows = noise.standard_normal((ROWS, x.shape[-1])) * LARGE
+        rows *= 2.0 ** -noise.uniform(0, RANGE, rows.shape)
         chosen = [array[mx.arange(ROWS) % len(array)] for array in others]
         targets = [self._target(i, chosen) for i in range(ROWS)]
         count = min(FITTED, max(1, x.shape[-1] // 2))
@@ -205,7 +202,7 @@ class Trial:
         for row, places in zip(rows, fitted, strict=True):
             row[places] = 0
         for n in range(FITTED):
-            outputs = self.alone([self._made(rows), *chosen], check)
+            outputs = yield from self.alone([self._made(rows), *chosen])
             for i, (part, column, weights) in enumerate(targets):
                 rest = float(outputs[part][i].flatten()[column])
                 place = fitted[i][n % count]
@@ -244,4 +241,6 @@ def _weights_of(layer: Any, at: tuple[int, ...]) -> np.ndarray:
             bits=layer.bits,
             mode=layer.mode,
         )
+        if (scale := layer.get("global_scale")) is not None:
+            weights = weights * scale[at[0]]
     return np.array(weights[0].astype(mx.float32))

@@ -13,12 +13,17 @@ from typing import Any
 import mlx.nn as nn
 from mlx.core import array as Array
 
-from mlxspec.kernels.invariant import Calls
-from mlxspec.model.call_search import EXPERTS, MANY, ROWS, TIED, find_calls, route, transposed
-from mlxspec.model.trunk import mix_in
+from mlxspec.kernels import cpu
+from mlxspec.kernels.invariant import Calls, route
+from mlxspec.model.call_search import (
+    EXPERTS,
+    MANY,
+    TIED,
+    Tries,
+    try_calls,
+)
+from mlxspec.model.trunk import mix_in, mix_out
 from mlxspec.types import Check
-
-__all__ = ["MANY", "ROWS", "Invariance", "find_invariance", "install", "layers_of"]
 
 KINDS = (nn.Linear, nn.QuantizedLinear, *TIED, *EXPERTS)
 CHUNK = 64  # rows of a chunk, or a block if that is longer: near a product's best rate on a GPU
@@ -29,14 +34,12 @@ Recorded = dict[str, tuple[Any, list[Array]]]  # by key: a layer, and arrays tha
 @dataclass(frozen=True, slots=True)
 class Invariance:
     """How a model's rows are computed. `calls` by the layers' `key_of`; others are called as they
-    are. `chunk`: rows of a chunk of a prompt, a multiple of the block size; 0: no chunks. `failed`:
-    the layers for which no calls were found. `by_kernel`: attention goes by our kernel, else by
-    products of one shape."""
+    are. `chunk`: rows of a chunk of a prompt, a multiple of the block size; 0: no chunks.
+    `by_kernel`: attention goes by our kernel, else by products of one shape."""
 
     calls: Mapping[str, Calls] = field(default_factory=dict)
     chunk: int = 0
     by_kernel: bool = False
-    failed: tuple[str, ...] = ()
 
 
 class InCalls:
@@ -61,7 +64,7 @@ class InCalls:
         if self._calls is None or not view.invariant or not arrays[0].size:
             return op(*arrays)
         if self._calls.transposed:
-            op = partial(transposed, self)
+            op = partial(cpu.transposed, self)
         elif not isinstance(self, KINDS):
             op = partial(route, op)
         return self._calls.apply(op, *arrays)
@@ -109,8 +112,8 @@ def install(model: nn.Module, view: Any, invariance: Invariance | None) -> None:
             layer._view = view
             layer._calls = invariance.calls.get(key_of(layer))
         elif isinstance(layer, InCalls):
-            layer.__class__ = type(layer).__bases__[1]
-            layer._view = layer._calls = None
+            mix_out(layer, InCalls)
+            del layer._view, layer._calls
 
 
 def chunk_rows(block_size: int) -> int:
@@ -123,23 +126,25 @@ def find_invariance(
     block_size: int,
     chunks: bool = False,
     *,
-    found: dict[str, Calls | None] | None = None,
+    found: dict[str, Calls | Tries] | None = None,
     check: Check = lambda: None,
 ) -> Invariance:
     """The calls of these layers in which a row's bits depend on no other row. `chunks`: of a prompt
     in any case, else where calls of few rows would make it slow to read. Calls `check` before each
-    product, and raises what it raises; what is in `found` then is not tried again."""
+    product, and raises what it raises; with the same `found` it goes on there."""
     found = {} if found is None else found
+    calls: dict[str, Calls] = {}
     for key, (layer, arrays) in recorded.items():
         if key not in found:
-            rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
-            found[key] = find_calls(layer, rows, check)
-    calls = {key: each for key, each in found.items() if each}
+            found[key] = try_calls(layer, [x.reshape(-1, x.shape[-1]) for x in arrays])
+        while not isinstance(tries := found[key], Calls):
+            check()
+            try:
+                next(tries)
+            except StopIteration as done:
+                found[key] = done.value
+        calls[key] = tries
     chunk = 0
     if chunks or any(each.most < MANY for each in calls.values()):
         chunk = chunk_rows(block_size)
-    return Invariance(
-        calls,
-        chunk,
-        failed=tuple(key for key, each in found.items() if each is None),
-    )
+    return Invariance(calls, chunk)

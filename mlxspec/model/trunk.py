@@ -89,6 +89,12 @@ def mix_in(module: Any, mixin: type) -> None:
         module.__class__ = type(kind.__name__, (mixin, kind), names)
 
 
+def mix_out(module: Any, mixin: type) -> None:
+    """Undo `mix_in`, where it is the last one."""
+    if isinstance(module, mixin):
+        module.__class__ = type(module).__bases__[1]
+
+
 def _tap(module: Any, tap: Tap, view: View) -> None:
     mix_in(module, Tapped)
     module._tap, module._view = tap, view

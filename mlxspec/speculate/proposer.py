@@ -54,6 +54,10 @@ class Proposer:
         """Draft by these costs of steps from now on."""
         self.costs = self.control.costs = costs
 
+    def draft_at_most(self, depth: int) -> None:
+        """Never draft more tokens of a sequence."""
+        self.max_depth = min(self.max_depth, depth)
+
     def drop(self, drafter: Drafter) -> None:
         """Stop using a drafter."""
         self.drafters = [other for other in self.drafters if other is not drafter]

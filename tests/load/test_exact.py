@@ -59,10 +59,10 @@ def start(path: Path, exact: str, **change: Any):
 def test_on_is_used_at_once_and_proven_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     e, info = start(path, "on")
     assert e.runner.invariance and e.scheduler.kv.chunk == CHUNK
-    assert (info.exact, info.exact_rows) == ("exact up to 17 rows", 17)
+    assert (info.exact, info.exact_rows) == ("exact up to 33 rows", 33)
     monkeypatch.setattr(loader, "examine", None)  # it is known now
     e, info = start(path, "on")
-    assert e.runner.invariance and info.exact_rows == 17
+    assert e.runner.invariance and info.exact_rows == 33
 
 
 def test_off_looks_at_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_auto_is_used_once_it_is_known_to_be_cheap(path: Path) -> None:
     kept(path, lambda exact: replace(exact, cost=(0.01, 0.02)))
     e, info = start(path, "auto")
     assert e.runner.invariance, "proven now"
-    assert info.exact == "exact up to 17 rows, for 1% of a step's time and 2% of a prompt's"
+    assert info.exact == "exact up to 33 rows, for 1% of a step's time and 2% of a prompt's"
     kept(path, lambda exact: replace(exact, cost=(0.01, 0.2)))
     e, info = start(path, "auto")
     assert e.runner.invariance is None and "which --exact on pays" in info.exact
@@ -104,22 +104,55 @@ def test_a_first_start_looks_for_nothing_before_it_serves(path: Path) -> None:
     def stop() -> None:
         nonlocal tried
         tried += 1
-        if tried % 500 == 0:
+        if tried % 50 == 0:
             raise Interrupted
 
     moments = 0
-    while e.idle_work and moments < 100:
+    while e.idle_work and moments < 1000:
         e.work_idle(stop)
         moments += 1
-    assert 1 < moments < 100
+    assert 1 < moments < 1000
     assert kept(path).exact.cost
     assert {id(m): type(m) for m in e.runner.model.modules()} == layers, "as they were"
+
+
+def test_kernels_of_idle_moments_are_those_that_it_is_found_with(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the second start uses it."""
+    e, _ = start(path, "auto")
+    monkeypatch.setattr("mlxspec.load.measuring.kernels_in_use", lambda: "some")
+    e.work_idle()
+    kept(path, lambda exact: replace(exact, cost=(0.0, 0.0)))
+    monkeypatch.setattr(loader, "kernels_in_use", lambda: "some")
+    _, info = start(path, "auto")
+    assert info.exact_rows == 33
+
+
+def test_what_cannot_be_found_is_told_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("a layer of its own kind")
+
+    monkeypatch.setattr("mlxspec.model.invariant.try_calls", fails)
+    e, _ = start(path, "auto")
+    e.work_idle()
+    assert e.idle_work is None
+    e, info = start(path, "auto")
+    assert info.exact == "not exact: ValueError: a layer of its own kind" and not e.idle_work
+
+
+def test_no_more_is_drafted_than_is_exact(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(path, "on")
+    for rows, depth in ((33, 32), (5, 4), (1, 0)):
+        kept(path, lambda exact, rows=rows: replace(exact, rows=rows, why="it"))
+        e, _ = start(path, "on")
+        assert e.proposer.max_depth == depth
 
 
 def cached(model: Path, exact: str) -> int:
     """How many tokens of a prompt a start finds on disk."""
     e, info = start(model, exact, cache_gb=1.0)
-    assert e.offloader and info.exact_rows == (17 if exact == "on" else 0)
+    assert e.offloader and info.exact_rows == (33 if exact == "on" else 0)
     e.add(tiny.request("r", range(1, 80), 4))
     tiny.run(e)
     e.close(5)
@@ -165,10 +198,10 @@ def test_it_is_told(path: Path, bare_settings: None, monkeypatch: pytest.MonkeyP
     save(model)
     _, info = start(model, "on")
     page = Metrics(lambda: {"tiny": Served(info)}).render()
-    assert b'mlxspec_exact_rows{model="tiny"} 17' in page
+    assert b'mlxspec_exact_rows{model="tiny"} 33' in page
     monkeypatch.setenv("MLXSPEC_EXACT", "on")
     for name, value in (("BLOCK_SIZE", "8"), ("CACHE_DIR", str(path / "cache"))):
         monkeypatch.setenv(f"MLXSPEC_{name}", value)
     checks = list(examined(str(model)))
     lines = [check.text for check in checks if check.name == "exact"]
-    assert lines == [f"{model}: exact up to 17 rows"], checks
+    assert lines == [f"{model}: exact up to 33 rows"], checks

@@ -8,7 +8,12 @@ as OpenAI's and Anthropic's APIs do.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +21,25 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.control_tokens import any_of
 from mlxspec.text.formats import format_of, layout_of
-from mlxspec.text.layouts import CALL_ID, OTHER, SAME_KEY, Layout
-from mlxspec.text.messages import RejectedRequest, as_list, rejected, types_of
+from mlxspec.text.layouts import (
+    CALL_ID,
+    OTHER,
+    SAME_KEY,
+    Layout,
+)
+from mlxspec.text.messages import (
+    RejectedRequest,
+    as_list,
+    rejected,
+    types_of,
+)
 from mlxspec.text.proof import forces_own_format
-from mlxspec.text.structured.json_schema import first_line, json_rule, left_out, normalized
+from mlxspec.text.structured.json_schema import (
+    first_line,
+    json_rule,
+    left_out,
+    normalized,
+)
 from mlxspec.text.structured.trial import Trial
 from mlxspec.types import Json
 

@@ -153,15 +153,15 @@ def test_what_mlx_takes_for_a_quantized_product_and_a_sum() -> None:
     assert [quantized("M1", rows) for rows in (1, 9, 10, 33, 65)] == [
         QMV,
         QMV,
+        SPLIT + 4,
         SPLIT + 2,
-        SPLIT + 1,
         TILES,
     ]
     assert [quantized("M3", rows) for rows in (1, 2, 14, 15)] == [
         QMV,
         QMV_WIDE,
         QMV_WIDE,
-        SPLIT + 2,
+        SPLIT + 4,
     ]
     assert [quantized("M1", rows, mode="mxfp4") for rows in (1, 2)] == [QMV, QMV_WIDE]
     assert {quantized("M5", rows, 128) for rows in range(1, 25)} == {QMV_QUAD}

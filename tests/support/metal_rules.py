@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-# Of dense products, and of quantized ones; a split of K into n is SPLIT + log2(n).
+# Of dense products, and of quantized ones; a split of K into n is SPLIT + n, of dense
+# ones SPLIT + log2(n), which these have in powers of two.
 GEMV, GEMV_WIDE, GEMV_HALF, TILES, NAX, NAX_SPLIT, DOT, GEMV_LONG, SPLIT = range(1, 10)
 QMV, QMV_QUAD, QMV_WIDE = range(1, 4)
 REDUCED, REDUCED_TWICE, REDUCED_LONG = range(1, 4)
@@ -102,7 +103,7 @@ class Chip:
         while split > 1 and k % (split * align):
             split -= 1
         if split > 1:
-            return SPLIT + split.bit_length() - 1
+            return SPLIT + split
         return NAX if self.gen >= 17 and k % 64 == 0 and halves else TILES  # :1039
 
     def dense(self, a: Matrix, b: Matrix, halves: bool) -> int:

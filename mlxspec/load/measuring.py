@@ -154,7 +154,7 @@ class Measuring:
             cache.exact = replace(exact, rows=0, why=line_of(failed))
         if not runner.invariance:
             cache.exact_kernels = kernels_in_use()
-        log.info("%s", cache.exact.describe("auto"))
+        log.info("%s", cache.exact.describe("on" if runner.invariance else "auto"))
 
     @property
     def _in_use(self) -> str:

@@ -329,18 +329,9 @@ class GrammarMatcher:
         except Exception:  # only a guess; the next mask raises the error
             return []
 
-    def closing(self, mask: bytes, loop: str) -> bytes:
-        """Of the tokens that `mask` allows, those that end the answer; else those that end the list
-        or object or, if the text `loop` lies inside it, the string; else those that skip no such
-        end."""
-        vocabulary, allowed = self._grammar.vocabulary, int.from_bytes(mask, "little")
-        inside = allowed >> vocabulary.letter & 1
-        quoted = QUOTE in loop.replace("\\" + QUOTE, "")
-        closers = {QUOTE} - {QUOTE * quoted} if inside else CLOSERS - {QUOTE}
-        ends = allowed & sum(vocabulary.closers.get(each, 0) for each in closers)
-        stop = allowed & vocabulary.ends
-        chosen = stop or ends or allowed & ~vocabulary.longer or allowed
-        return chosen.to_bytes(len(mask), "little")
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._grammar.vocabulary
 
     def _retry(self, act: Callable[[], T]) -> T:
         """The result of `act`. After an error, compiles the grammar again: copies share a lexer,

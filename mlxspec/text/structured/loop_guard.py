@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from mlxspec.text.structured.grammar import GrammarMatcher
+from mlxspec.text.structured.grammar import CLOSERS, QUOTE, GrammarMatcher, Vocabulary
 from mlxspec.text.structured.thinking import ThinkingBudget
 
 MAX_PERIOD = 400  # tokens
 LEAST, REPEATS = 200, 4  # tokens and periods of a loop
 SURE, MORE_REPEATS = 1000, 12  # one of these too: Python's own sources repeat 87 tokens for 852
+MAX_LOOPS = 4  # of an answer under a grammar
 WINDOW = 100  # tokens; more than may be in flight or drafted at once
 MAX_LISTED = 32  # different tokens of what a message asks for several times
 MAX_ASKED = 8000  # tokens of what it asks for
@@ -173,11 +174,58 @@ def _longest_run(shown: np.ndarray, cycle: np.ndarray) -> int:
     return 0
 
 
+def _is_quoted(loop: str) -> bool:
+    """Whether a loop's text has whole strings."""
+    return QUOTE in loop.replace("\\" + QUOTE, "")
+
+
+def _in_text(vocabulary: Vocabulary, allowed: int) -> bool:
+    """Whether any text is allowed, as in a string."""
+    return bool(allowed >> vocabulary.letter & 1)
+
+
+def _ends(vocabulary: Vocabulary, allowed: int, loop: str) -> int:
+    """The set of these tokens that end the answer; else of those that end the list or object or, if
+    the text `loop` lies inside it, the string."""
+    closers = CLOSERS - {QUOTE}
+    if _in_text(vocabulary, allowed):
+        closers = frozenset() if _is_quoted(loop) else frozenset(QUOTE)
+    ends = allowed & sum(vocabulary.closers.get(each, 0) for each in closers)
+    return allowed & vocabulary.ends or ends
+
+
+def _open_at_end(loop: str) -> int:
+    """How many lists and objects are open where a loop's text begins again, of those that it opens
+    and closes."""
+    depth = lowest = 0
+    for sign in loop:
+        depth += (sign in "[{") - (sign in "]}")
+        lowest = min(lowest, depth)
+    return depth - lowest
+
+
+def _levels_after(text: str, levels: int, in_text: bool, whole_strings: bool) -> int:
+    """Of so many strings, lists and objects that have to end, how many are left after a token's
+    text. `whole_strings`: strings are not among them."""
+    for before, sign in pairwise(" " + text):
+        if sign == QUOTE and before != "\\":
+            if not whole_strings:
+                return 0
+            in_text = not in_text
+        elif not in_text:
+            levels += (sign in "[{") - (sign in "]}")
+        if levels <= 0:
+            return 0
+    return levels
+
+
 @dataclass(slots=True)
 class LoopGuard:
     """The matcher of one answer; the protocol is GrammarMatcher's. A loop in the reasoning forces
-    its end, and the answer goes on; another one forces the token `end`, under a grammar as soon as
-    that allows it: first what ends a string, a list, an object.
+    its end, and the answer goes on; another one forces the token `end`. Under a grammar it forces,
+    as soon as that is allowed, what ends the string, list or object that the loop lies in; what an
+    object has to have follows, and then the answer ends. The last of MAX_LOOPS ends all at once.
+    What the grammar itself demands is no loop.
 
     `shown`: returns the text that the client sent, asked for at the first loop; `forms`: how that
     is compared, shared by the guards of a request. `repeats`: how often the prompt asks for
@@ -198,25 +246,41 @@ class LoopGuard:
     _ids: list[int] = field(default_factory=list)  # of the answer
     _since: int = 0  # where the text begins that may hold the next loop
     _near: bool = False  # whether a loop may be complete after this window
-    _loop: str = ""  # the text of the loop that ends the answer
+    _loop: str = ""  # the text of the loop that is being ended
+    _levels: int = 0  # strings, lists and objects that have to end for that
+    _ending: bool = False  # whether only what the grammar demands is written from now on
+    _told: bool = False  # whether `loops` counts it
     _copied: tuple[int, int, float] = (0, 0, 0.0)  # a loop's begin, period, and most periods
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
         may be complete."""
-        if self._loop:
+        if self._loop or self._ending:
             draft = ()
         elif self._near:
             draft = draft[: self._left - 1]
         rows = self.inner.masks(draft) if self.inner else [b"" for _ in range(1 + len(draft))]
         if self._loop and self.grammar:
-            return [self.grammar.closing(rows[0], self._loop)]
+            vocabulary, allowed = self.grammar.vocabulary, int.from_bytes(rows[0], "little")
+            ends = _ends(vocabulary, allowed, self._loop)
+            chosen = ends or allowed & ~vocabulary.longer or allowed  # not past such an end
+            return [chosen.to_bytes(len(rows[0]), "little")]
+        if self._ending and self.grammar:
+            vocabulary, allowed = self.grammar.vocabulary, int.from_bytes(rows[0], "little")
+            ends = allowed & (vocabulary.ends | vocabulary.closers.get("}", 0))
+            if ends and not _in_text(vocabulary, allowed):
+                return [ends.to_bytes(len(rows[0]), "little")]
+            return rows
         return [(1 << self.end).to_bytes(self.end // 8 + 1, "little")] if self._loop else rows
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance over sampled tokens."""
         while tokens:
-            some, tokens = tokens[: self._left], tokens[self._left :]
+            count = self._left
+            if self._loop and self.grammar:
+                self._follow(tokens[0])
+                count = 1
+            some, tokens = tokens[:count], tokens[count:]
             self._ids += some
             if self.inner:
                 self.inner.take(some)
@@ -225,11 +289,12 @@ class LoopGuard:
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that must follow."""
-        return self.inner.forced(most) if self.inner and not self._loop else []
+        free = self.inner and not (self._loop or self._ending)
+        return self.inner.forced(most) if free else []
 
     def restricts(self, ahead: int) -> bool:
         """GrammarMatcher.restricts; without a grammar only near a loop."""
-        if self._loop or (self._near and ahead >= self._left):
+        if self._loop or self._ending or (self._near and ahead >= self._left):
             return True
         return bool(self.inner and self.inner.restricts(ahead))
 
@@ -246,12 +311,35 @@ class LoopGuard:
         self._near = bool(find_period(recent, missing=WINDOW))
         if not period or self._is_wanted(self._ids[self._since :], period):
             return
-        self.loops += 1
         self._near, self._since = False, len(self._ids)
         if isinstance(self.inner, ThinkingBudget) and self.inner.thinking:
+            self.loops += 1
             self.inner.remaining = 0
-        else:
-            self._loop = self.decode(recent[-period:]) or " "
+            return
+        self._loop = self.decode(recent[-period:]) or " "
+        self._levels = 1 + _open_at_end(self._loop) * _is_quoted(self._loop)
+        self._told = not self.grammar
+        self.loops += self._told
+
+    def _follow(self, token: int) -> None:
+        """Before a token under a grammar: whether what the loop lies in ends with it, and whether
+        it could have gone on."""
+        assert self.grammar
+        vocabulary = self.grammar.vocabulary
+        allowed = int.from_bytes(self.inner.masks(())[0], "little")
+        ends = _ends(vocabulary, allowed, self._loop)
+        if ends and allowed & ~vocabulary.longer & ~ends and not self._told:
+            self._told = True
+            self.loops += 1
+        self._levels = _levels_after(
+            self.decode([token]),
+            self._levels,
+            in_text=_in_text(vocabulary, allowed),
+            whole_strings=_is_quoted(self._loop),
+        )
+        if self._levels == 0 and self.loops < MAX_LOOPS:
+            self._loop, self._since = "", 1 + len(self._ids)
+            self._ending = True
 
     def _is_wanted(self, recent: Sequence[int], period: int) -> bool:
         """Whether the client repeats it as long, or asks for as many repetitions."""

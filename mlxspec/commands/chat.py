@@ -54,6 +54,8 @@ FIELDS = (
     "reasoning",
     "chat_template_kwargs",
     "response_format",
+    "loop_guard",
+    "priority",
 )
 Pieces = Generator[tuple[str, str], None, None]  # what to show: kind and text
 LEAST_S = 0.1  # of an answer whose speed is told
@@ -296,6 +298,8 @@ class Chat:
         if answer.tokens and self.context:
             share = answer.used / self.context
             parts.append(f"context: {answer.used:,} of {self.context:,} tokens ({share:.0%})")
+        if answer.loops:
+            note("ended: it repeated itself; /set loop_guard false lets it")
         if answer.finish == "length":
             limit = self.fields.get("max_tokens")
             if limit and answer.tokens >= limit:
@@ -314,6 +318,7 @@ class Answer:
     finish: str = ""
     tokens: int = 0
     used: int = 0
+    loops: int = 0
     seconds: float = 0.0
     began: float = 0.0
 
@@ -337,6 +342,8 @@ class Answer:
         if usage := event.get("usage"):
             self.tokens = usage["completion_tokens"]
             self.used = usage.get("prompt_tokens", 0) + self.tokens
+            details = usage.get("completion_tokens_details") or {}
+            self.loops = details.get("loops_ended", 0)
 
 
 def _view() -> Any:

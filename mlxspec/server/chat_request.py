@@ -103,7 +103,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     limits = [limit for limit in budgets if limit is not None]
 
     thinking = prompt.thinking
-    guard = loop_guard(model, body, request, _last_text(talk), _shown(talk))
+    guard = loop_guard(model, body, request, _asked(talk), _shown(talk))
 
     def matcher() -> Any:
         """The matcher of one choice, once the grammar is compiled."""
@@ -297,10 +297,14 @@ def _shown(talk: Conversation) -> Callable[[], str]:
     return partial("\n".join, texts)
 
 
-def _last_text(talk: Conversation) -> str:
-    """What the user said last, if no tool or answer came after it."""
-    last = talk.messages[-1]
-    return str(last["content"]) if last["role"] == "user" else ""
+def _asked(talk: Conversation) -> str:
+    """What the user said last, if the model has only called tools since."""
+    for turn in reversed(talk.messages):
+        if turn["role"] == "user":
+            return str(turn["content"])
+        if turn["role"] == "assistant" and not turn.get("tool_calls"):
+            break
+    return ""
 
 
 def _grammar(

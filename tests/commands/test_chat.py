@@ -557,6 +557,18 @@ def test_what_was_typed_is_remembered(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) < 1010 and file.stat().st_mode & 0o777 == 0o600
 
 
+def test_an_answer_that_the_loop_guard_ended_says_so() -> None:
+    def loop(peer: Peer, body: dict[str, Any]) -> None:
+        looped = {"loops_ended": int(body.get("loop_guard", True))}
+        used = {"completion_tokens": 4, "completion_tokens_details": looped}
+        peer.event_stream({"content": "ha ha"}, finish="stop", usage=used)
+
+    with serving(loop) as server:
+        for words, told in (((), True), (("--set", "loop_guard=false"), False)):
+            done = chat(server.url, "one\n", *words)
+            assert done.stdout == "ha ha\n" and ("it repeated itself" in done.stderr) == told
+
+
 def test_a_cut_answer_says_so(tmp_path: Path) -> None:
     def cut(peer: Peer, body: dict[str, Any]) -> None:
         if len(body["messages"]) > 2:

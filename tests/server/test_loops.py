@@ -118,6 +118,15 @@ def test_the_loop_of_an_earlier_turn_allows_no_longer_one(ask: Any) -> None:
 def test_what_is_asked_for_goes_on(ask: Any) -> None:
     asked = [{"role": "user", "content": f"Write the letter {MOST} times."}]
     assert ask(messages=asked)["choices"][0]["finish_reason"] == "length"
+    call = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+    turns = [
+        *asked,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a.txt"},
+    ]
+    assert ask(messages=turns)["choices"][0]["finish_reason"] == "length"
+    answered = [*asked, {"role": "assistant", "content": "done"}, {"role": "user", "content": "go"}]
+    assert ask(messages=answered)["choices"][0]["finish_reason"] == "stop"
     assert ask(prompt=f"{MOST} times:", path=TEXT)["choices"][0]["finish_reason"] == "length"
     assert ask(ignore_eos=True)["choices"][0]["finish_reason"] == "length"
 

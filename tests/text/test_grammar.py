@@ -519,6 +519,9 @@ FAULTS: dict[str, Any] = {
 }
 
 
+PATTERNS = {"word", "end"}  # of which the type is held
+
+
 @pytest.mark.parametrize("names", [*([name] for name in FAULTS), list(FAULTS)])
 def test_only_the_property_at_fault_is_freed(
     agent: Grammars, coder: Grammars, names: list[str]
@@ -536,13 +539,53 @@ def test_only_the_property_at_fault_is_freed(
         lark = g.rules([calls.rule()])
         for _ in range(2):  # the second one is cached
             made = g.compile(lark, False, "tool_choice", calls).result()
-            assert made.left_out == tuple(f"tools[f].{name}" for name in names)
+            freed = [name for name in names if name not in PATTERNS]
+            freed += ["pattern"] * bool(PATTERNS & {*names})
+            assert made.left_out == tuple(f"tools[f].{name}" for name in freed)
         reader = OutputParser(g.tokenizer, some, False, constrained=True)
         reader.feed(text(g, walk(g, made(), random.Random(5), 60)))
         reader.finish()
         [call] = reader.calls
         arguments = json.loads(call.arguments)
         assert arguments["n"] == 7 and arguments.keys() == properties.keys()
+        assert all(isinstance(arguments[name], str) for name in PATTERNS & {*names})
+
+
+@pytest.mark.parametrize(
+    "keyword, value",
+    [
+        ("minProperties", 4),
+        ("required", "a"),
+        ("minimum", "0"),
+        ("maxLength", -1),
+        ("maxLength", 10**30),
+        ("multipleOf", 0),
+        ("pattern", "["),
+        ("enum", []),
+        ("exclusiveMinimum", True),
+    ],
+)
+def test_a_keyword_that_means_nothing_frees_no_type(
+    agent: Grammars, keyword: str, value: Any
+) -> None:
+    """As servers of MCP and older drafts write them."""
+    kind = {"maxLength": "string", "pattern": "string"}.get(keyword, "integer")
+    a, schema = {"type": kind}, {"type": "object", "required": ["a", "b"]}
+    (schema if keyword in ("minProperties", "required") else a)[keyword] = value
+    schema["properties"] = {"a": a, "b": {"type": "boolean", "default": float("inf")}}
+    some = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    calls = agent.calls(some, None, True, "tool_choice")
+    made = agent.compile(agent.rules([calls.rule()]), False, "tool_choice", calls).result()
+    assert made.left_out == (f"tools[f].{keyword}",)
+    for seed in range(3):
+        reader = OutputParser(agent.tokenizer, some, False, constrained=True)
+        reader.feed(text(agent, walk(agent, made(), random.Random(seed), 60)))
+        reader.finish()
+        given = json.loads(reader.calls[0].arguments)
+        assert isinstance(
+            given.get("a", 0 if kind == "integer" else ""), int if kind == "integer" else str
+        )
+        assert isinstance(given.get("b", True), bool)
 
 
 def test_a_client_cannot_name_what_is_left_out(agent: Grammars) -> None:

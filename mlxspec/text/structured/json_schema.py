@@ -7,11 +7,11 @@ accept or read inexactly, and drops what constrains nothing.
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-from mlxspec.text.messages import rejected, rejected_value
+from mlxspec.text.messages import as_list, rejected, rejected_value
 from mlxspec.types import Json, shown
 
 Nodes = list[Json]
@@ -34,6 +34,11 @@ STYLE = {
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
+ENDS_WORDS = re.compile(r"(?<!\\)(?:\\\\)*\\[bBAZz]")
+CLASSES = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")  # which Python has not
+COUNTS = "minLength maxLength minItems maxItems minProperties maxProperties".split()
+MAX_COUNT = 1 << 24  # of characters, items or properties
+REMARKS = {"default", "example", "examples"}
 TYPES = frozenset("string number integer boolean array object null".split())
 KEPT = {"const", "default"}  # keywords that may be null
 DATA = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
@@ -45,38 +50,59 @@ OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
 def json_rule(schema: Any, where: str, lenient: bool = False) -> str:
     """The Lark rule of the JSON that conforms to a schema; `lenient`: except for keywords that
     cannot be enforced. Raises RejectedRequest, naming the field `where`."""
-    checked = checked_schema(schema, where)
-    if lenient:
-        loosen(checked)
+    checked = checked_schema(schema, where, lenient)
     return f"%json {json.dumps({**checked, 'x-guidance': {**STYLE, 'lenient': lenient}})}"
 
 
 def loosen(schema: Json) -> list[str]:
-    """Delete the keywords of a schema that llguidance refuses; returns them."""
+    """Delete the keywords of a schema that llguidance refuses, and those that have no meaning as
+    they are written; returns them."""
     found = []
     for node in _schemas(schema):
-        words = set()
+        words = {word for word, fits in FITS.items() if word in node and not fits(node[word])}
         if LOOKS_AROUND.search(str(node.get("pattern", ""))):
-            words = {"pattern"}
+            words.add("pattern")
         names = node.get("patternProperties")
         if isinstance(names, dict) and any(map(LOOKS_AROUND.search, names)):
             # The names that the patterns allow must stay possible.
             words |= {"patternProperties", "additionalProperties"} & node.keys()
+        words |= _uncounted(node)
         for word in words:
+            del node[word]
+        for word in REMARKS & node.keys():  # they constrain nothing, but may hold what JSON has not
             del node[word]
         found += sorted(words)
     return found
 
 
-def checked_schema(schema: Any, where: str) -> Json:
-    """A copy of the schema without keywords that constrain nothing. Raises RejectedRequest for
-    those that would not be enforced."""
+def _uncounted(node: Json) -> set[str]:
+    """The bounds of the number of properties that llguidance does not hold: with optional ones."""
+    names, required = node.get("properties"), node.get("required")
+    held = set(map(str, as_list(required)))
+    optional = isinstance(names, dict) and not set(names) <= held
+    if optional or not _can_count(node):
+        return {"minProperties", "maxProperties"} & node.keys()
+    return set()
+
+
+def _can_count(node: Json) -> bool:
+    """Whether a least number of properties is held: names may come twice, but for required ones."""
+    least, required = node.get("minProperties"), node.get("required")
+    names = set(map(str, required)) if isinstance(required, list) else ()
+    return not _is_number(least) or least <= 1 + len(names)
+
+
+def checked_schema(schema: Any, where: str, lenient: bool = False) -> Json:
+    """A copy of the schema without keywords that constrain nothing; `lenient`: loosened. Raises
+    RejectedRequest for those that would not be enforced."""
     try:
-        copy = json.loads(json.dumps(schema, allow_nan=False))
+        copy = json.loads(json.dumps(schema, allow_nan=lenient))
     except (RecursionError, ValueError) as error:
         raise rejected(where, f"is not a JSON schema: {error}; send an object") from error
     if not isinstance(copy, dict):
         raise rejected_value(where, schema, "is not a JSON schema; send an object")
+    if lenient:
+        loosen(copy)
     nodes = list(_schemas(copy))
     copy.pop("$schema", None)  # may name a draft that llguidance does not know
     for node in nodes:
@@ -187,10 +213,9 @@ def _check_numbers(nodes: Nodes, where: str) -> None:
         if not 1 <= multiple <= MAX_MULTIPLE:
             why = f"together the digits of all in a schema may make 1 to {MAX_MULTIPLE}"
             raise rejected(where, f"has multipleOf = {shown(step)}: {why}; leave it out")
-        least, required = node.get("minProperties"), node.get("required")
-        names = set(map(str, required)) if isinstance(required, list) else ()
-        if _is_number(least) and least > 1 + len(names):
-            why = f"has minProperties = {shown(least)}, but names may come twice; use required"
+        if not _can_count(node):
+            least = shown(node["minProperties"])
+            why = f"has minProperties = {least}, but names may come twice; use required"
             raise rejected(where, why)
 
 
@@ -209,6 +234,31 @@ def _bound(key: str, bound: float) -> float:
     return bound
 
 
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _is_multiple(value: Any) -> bool:
+    return _is_finite(value) and value > 0
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_pattern(value: Any) -> bool:
+    """Whether it is one, without the ends of words and texts, which an automaton lacks."""
+    try:
+        re.compile(CLASSES.sub("x", value))
+    except (re.error, TypeError, RecursionError, OverflowError):
+        return False
+    return not ENDS_WORDS.search(value)
+
+
 def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float)
 
@@ -220,3 +270,14 @@ def _is_inexact(number: float) -> bool:
         return abs(number) > MAX_INT
     too_long = float(f"{number:.15g}") != number
     return too_long or abs(number) >= 1e15 or 0 < abs(number) < 1e-8
+
+
+FITS: dict[str, Callable[[Any], bool]] = {  # what a keyword's value has to be
+    "required": _is_names,
+    "properties": lambda value: isinstance(value, dict),
+    "enum": lambda value: isinstance(value, list) and bool(value),
+    "pattern": _is_pattern,
+    "multipleOf": _is_multiple,
+    **dict.fromkeys((*LOWER, *UPPER), _is_finite),
+    **dict.fromkeys(COUNTS, _is_count),
+}

@@ -316,6 +316,11 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("$5000, 5000 \u20ac, 80%", 0),
         ("call +49", 0),
         ("an iPhone of 256GB, GPT-4, UTF-8, SHA-256", 0),
+        ("Write an essay of 600 words about whales.", 0),
+        ("My salary is 120000 dollars. Tell me about whales.", 0),
+        ("Plan 45 minutes for 30 people", 0),
+        ("Write 1000000 zeros", 1_000_000),
+        ("Write the word ha 500 times", 500),
     ],
 )
 def test_the_number_that_a_message_names(text: str, count: int) -> None:

@@ -42,6 +42,11 @@ IDS = frozenset(
     "chapter code commit din error http id iso issue line page pid port pr rfc section sha status"
     " step ticket timeout version windows year".split()
 )
+# Words behind the number of what is not written so often.
+UNITS = frozenset(
+    "words seconds minutes hours days weeks months years people persons users students employees"
+    " dollars euros pounds usd eur km miles meters metres kg kb mb gb ms percent degrees".split()
+)
 # What a number looks like in a shape, a range, "500x"; 0x10 is none.
 SHAPE = re.compile(r"(?<=\d)(?<!\b0)[ \t]*[x\u00d7*][ \t]*(?=\d)")
 RANGE = re.compile(r"(?<![\w-])(\d+)[-\u2013](?=\d+(?![\w-]))")
@@ -52,7 +57,7 @@ ASKS = re.compile(
 )
 SENTENCE = re.compile(r"(?<=[.!?])\s|\n")
 WISH = re.compile(
-    r"(?<![\w.,$\u20ac\u00a3#/@^+\\-])(?<!\d[:'])(?:\d{1,3}(?:[.,_' \u00a0\u202f]\d{3})+|\d{1,6})"
+    r"(?<![\w.,$\u20ac\u00a3#/@^+\\-])(?<!\d[:'])(?:\d{1,3}(?:[.,_' \u00a0\u202f]\d{3})+|\d{1,9})"
     r"(?=k\b|(?![\w/@^\\]|[.,:'-]\d| ?[%$\u20ac\u00a3]))|[^\W\d_]+|[\u00d7.;:!?]"
 )
 MAX_SHOWN = 1 << 20  # characters at the end of what the client sent that are compared
@@ -105,7 +110,8 @@ def _numbers(text: str) -> Iterator[tuple[int, bool]]:
         elif part not in ("and", "a"):
             if number or not digits:
                 count = shape * (number or shape > 1)
-                if count <= MAX_CELLS if shape > 1 else count not in YEARS:
+                counts = count not in YEARS and part not in UNITS
+                if count <= MAX_CELLS if shape > 1 else counts:
                     yield count, shape > 1
                 shape = 1
             number = int(digits or 0)

@@ -1,112 +1,9 @@
-// y[M, N] = x[M, K] * dequant(w)^T for few rows: quantized weights, every word of them read once.
+// y[M, N] = x[M, K] * w^T for few rows, with the weights w of qmm_weights.metal.
 //
 // Rule: a row's bits depend neither on the count of rows nor on M, which is how many there is room for. Every
 // product is one explicit fma, so that no compiler may contract it in one instance and not in another, and rows
 // share nothing but the weights.
-//
-// w [N, K * BITS / 32], scales and, where FORMAT is QMM_AFFINE, biases [N, K / GROUP]: mx.quantize's layout. K is
-// a multiple of GROUP and of 32.
-#include <metal_stdlib>
-using namespace metal;
-
-constant constexpr int QMM_RUN = 8;               // values of a column that a lane holds at once
-constant constexpr int QMM_SPAN = 32 * QMM_RUN;   // values of a column that a SIMD-group holds at once
 constant constexpr int QMM_COLUMNS = 4;           // columns of a SIMD-group: what a loaded x is used for
-
-// FORMAT. Affine: a code is an integer, scale and bias are floats. Else a code of 4 bits is a float of 2 bits of
-// exponent and one of mantissa, one of 8 bits has 4 and 3; a scale is a power of two, or such a float of 8 bits.
-constant constexpr int QMM_AFFINE = 0, QMM_POWERS = 1, QMM_FLOATS = 2;
-
-// OCP's E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; each table digit is twice a magnitude.
-inline float qmm_e2m1(uint code) {
-  const float magnitude = 0.5f * float((0xC8643210u >> (4 * (code & 7u))) & 15u);
-  return (code & 8u) ? -magnitude : magnitude;
-}
-
-// OCP's E4M3: the largest code is no number.
-inline float qmm_e4m3(uint code) {
-  const uint digits = code & 127u;
-  if (digits == 127u) {
-    return NAN;
-  }
-  const float magnitude = digits < 8u ? float(digits) * 0.001953125f : as_type<float>((digits + 960u) << 20);
-  return (code & 128u) ? -magnitude : magnitude;
-}
-
-template <int FORMAT, typename S>
-float qmm_scale(S scale) {
-  if (FORMAT == QMM_POWERS) {
-    const uint exponent = uint(scale);
-    return as_type<float>(exponent > 0u ? exponent << 23 : 0x400000u);
-  }
-  return FORMAT == QMM_FLOATS ? qmm_e4m3(uint(scale)) : float(scale);
-}
-
-// Values of a column: those of its run number `run`, which are the next BITS bytes for each run.
-template <int BITS, int FORMAT>
-void qmm_unpack(const device uint* column, int run, float scale, float bias, thread float* values) {
-  uint codes[QMM_RUN];
-  if (BITS == 4 || BITS == 8) {
-    constexpr int PER_WORD = 32 / BITS;
-#pragma unroll
-    for (int i = 0; i < QMM_RUN; i += PER_WORD) {
-      const uint word = column[run * BITS / 4 + i / PER_WORD];
-#pragma unroll
-      for (int j = 0; j < PER_WORD; j++) {
-        codes[i + j] = (word >> (BITS * j)) & ((1u << BITS) - 1);
-      }
-    }
-  } else {
-    const device uchar* bytes = (const device uchar*)column + run * BITS;
-    ulong packed = 0;
-#pragma unroll
-    for (int i = 0; i < BITS; i++) {
-      packed |= ulong(bytes[i]) << (8 * i);
-    }
-#pragma unroll
-    for (int i = 0; i < QMM_RUN; i++) {
-      codes[i] = uint(packed >> (BITS * i)) & ((1u << BITS) - 1);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < QMM_RUN; i++) {
-    if (FORMAT == QMM_AFFINE) {
-      values[i] = fma(scale, float(codes[i]), bias);
-    } else {
-      values[i] = scale * (BITS == 4 ? qmm_e2m1(codes[i]) : qmm_e4m3(codes[i]));
-    }
-  }
-}
-
-// What lane `lane` holds of a column's span that starts at k0: QMM_RUN values, none past the column's end.
-// All lanes must call this together: a scale is loaded by one of them and handed to those that need it.
-template <int BITS, int GROUP, int FORMAT, typename S, typename B>
-void qmm_run(
-    const device uint* words,
-    const device S* scales,
-    const device B* biases,
-    int k0,
-    int K,
-    uint lane,
-    thread float* values) {
-  const int group = k0 / GROUP + int(lane);
-  float scale = {}, bias = {};  // of a lane that owns no group, nobody asks for them
-  if (int(lane) < QMM_SPAN / GROUP && group < K / GROUP) {
-    scale = qmm_scale<FORMAT>(scales[group]);
-    if (FORMAT == QMM_AFFINE) {
-      bias = float(biases[group]);
-    }
-  }
-  const ushort owner = ushort(QMM_RUN * lane / GROUP);
-  scale = simd_shuffle(scale, owner);
-  if (FORMAT == QMM_AFFINE) {
-    bias = simd_shuffle(bias, owner);
-  }
-  const int k = k0 + QMM_RUN * int(lane);
-  if (k < K) {
-    qmm_unpack<BITS, FORMAT>(words, k / QMM_RUN, scale, bias, values);
-  }
-}
 
 // Where row m of a product is read from x, and where it goes in y.
 struct QmmRows {
@@ -124,20 +21,18 @@ struct QmmChoices {
 
 // Adds to sums[m] what row m gives with QMM_COLUMNS columns, those from n0 on, for m < count: of K, the spans
 // that are the turn of `part` of SPLIT. Lanes share a span; each sums over its values in rising order.
-template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename R, typename T, typename S, typename B>
+template <int M, int SPLIT, typename R, typename W, typename T>
 void qmm_add(
     R rows,
+    W weights,
     const device T* x,
     int count,
-    const device uint* w,
-    const device S* scales,
-    const device B* biases,
     int n0,
     int N,
-    int K,
     int part,
     uint lane,
     thread float (&sums)[M][QMM_COLUMNS]) {
+  const int K = weights.K;
   int from[M] = {};
 #pragma unroll
   for (int m = 0; m < M; m++) {
@@ -150,9 +45,7 @@ void qmm_add(
 #pragma unroll
     for (int c = 0; c < QMM_COLUMNS; c++) {
       if (n0 + c < N) {
-        const size_t n = n0 + c;
-        const size_t groups = n * (K / GROUP);
-        qmm_run<BITS, GROUP, FORMAT>(w + n * (K / 32 * BITS), scales + groups, biases + groups, k0, K, lane, values[c]);
+        weights.run(n0 + c, k0, lane, values[c]);
       }
     }
     const int k = k0 + QMM_RUN * int(lane);
@@ -217,17 +110,14 @@ void qmm_put(
 }
 
 // SPLIT SIMD-groups share K; where SPLIT is 1, a threadgroup is two SIMD-groups that share nothing. M >= count.
-template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename R, typename T, typename S, typename B>
+template <int M, int SPLIT, typename R, typename W, typename T>
 void small_qmm(
     R rows,
+    W weights,
     const device T* x,
     int count,
-    const device uint* w,
-    const device S* scales,
-    const device B* biases,
     device T* y,
     int N,
-    int K,
     threadgroup float* partial,
     uint tile,
     uint simd,
@@ -235,26 +125,23 @@ void small_qmm(
   const int n0 = QMM_COLUMNS * int(SPLIT > 1 ? tile : 2 * tile + simd);
   const int part = SPLIT > 1 ? int(simd) : 0;
   float sums[M][QMM_COLUMNS] = {};
-  qmm_add<M, BITS, GROUP, FORMAT, SPLIT>(rows, x, count, w, scales, biases, n0, N, K, part, lane, sums);
+  qmm_add<M, SPLIT>(rows, weights, x, count, n0, N, part, lane, sums);
   qmm_put<M, SPLIT>(rows, sums, count, y, n0, N, partial, part, lane);
 }
 
 // The same with the weights [E, N, ...] of experts: `experts` of `choices` choices, rising, and their `order`. The
 // threadgroups number `first` take the next M choices of an expert from there on, each weight read once for them;
 // they have nothing to do where others take choice `first`.
-template <int M, int BITS, int GROUP, int FORMAT, int SPLIT, typename T, typename S, typename B>
+template <int M, int SPLIT, typename W, typename T>
 void small_qmm_experts(
+    W weights,
     const device T* x,
     const device uint* experts,
     const device uint* order,
     int choices,
     int per_row,
-    const device uint* w,
-    const device S* scales,
-    const device B* biases,
     device T* y,
     int N,
-    int K,
     threadgroup float* partial,
     uint3 group,
     uint simd,
@@ -272,11 +159,9 @@ void small_qmm_experts(
   while (count < M && first + count < choices && experts[first + count] == expert) {
     count++;
   }
-  const size_t column = size_t(expert) * N;
   const QmmChoices rows = {order + first, per_row};
-  small_qmm<M, BITS, GROUP, FORMAT, SPLIT>(
-      rows, x, count, w + column * (K / 32 * BITS), scales + column * (K / GROUP), biases + column * (K / GROUP), y, N,
-      K, partial, group.x, simd, lane);
+  small_qmm<M, SPLIT>(
+      rows, weights.from(size_t(expert) * N), x, count, y, N, partial, group.x, simd, lane);
 }
 
 constant constexpr int QMM_TILES = 2;                 // of 8 columns, that a SIMD-group computes

@@ -20,7 +20,8 @@ from mlxspec.kernels.trial import Call, Case, Inputs
 ROWS = 16  # small_qmm takes at most
 RACED = (1, 2, 3, 5, 8, 9, 16)  # the fewest and the most rows of each instance
 COLUMNS = 4  # of a SIMD-group; as in small_qmm.metal
-SPAN = 256  # values of K that a SIMD-group reads at once; as in small_qmm.metal
+RUN = 8  # values of K that a lane reads at once; as in qmm_weights.metal
+SPAN = 256  # values of K that a SIMD-group reads at once; as in qmm_weights.metal
 MAX_SPLIT = 8  # SIMD-groups that share K
 FILL = 2048  # SIMD-groups that keep a GPU busy: 25 for each core of the largest, not measured
 MAX_CASE_BYTES = 96 << 20  # of the weights in a case
@@ -37,43 +38,46 @@ FORMATS = {
 SORTED = 64  # choices from which on mlx-lm sorts them by expert
 LIKELY = {1: (123, 129), 2: (24, 72)}  # scales of a case: powers of two, and floats, as their codes
 
+FILES = "qmm_weights small_qmm"
 _PARTIAL = "threadgroup float partial[SPLIT * M * QMM_COLUMNS]; "
-_WEIGHTS = "w, scales, biases, y, "
+_QUANTIZED = "qmm_quantized<BITS, GROUP, FORMAT>(w, scales, biases, x_shape[1])"
 _LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
-_TILE = "threadgroup_position_in_grid.x, " + _LANE
+_TILE = "partial, threadgroup_position_in_grid.x, " + _LANE
 
 SMALL_QMM = MetalKernel(
     "small_qmm",
-    "small_qmm",
+    FILES,
     "x w scales biases",
     outputs="y",
-    body=_PARTIAL
-    + "small_qmm<M, BITS, GROUP, FORMAT, SPLIT>(QmmRows(), x, x_shape[0], "
-    + _WEIGHTS
-    + "w_shape[0], x_shape[1], partial, "
+    body=f"{_PARTIAL} small_qmm<M, SPLIT>(QmmRows(), {_QUANTIZED}, x, x_shape[0], y, w_shape[0], "
+    + _TILE,
+)
+SMALL_MM = MetalKernel(
+    "small_mm",
+    FILES,
+    "x w",
+    outputs="y",
+    body=f"{_PARTIAL} small_qmm<M, SPLIT>(QmmRows(), qmm_plain(w, x_shape[1]), x, x_shape[0], y, "
+    + "w_shape[0], "
     + _TILE,
 )
 SMALL_QMM_EXPERTS = MetalKernel(
     "small_qmm_experts",
-    "small_qmm",
+    FILES,
     "x experts order w scales biases",
     outputs="y",
-    body=_PARTIAL
-    + "small_qmm_experts<M, BITS, GROUP, FORMAT, SPLIT>"
-    + "(x, experts, order, x_shape[0] * PER_ROW, PER_ROW, "
-    + _WEIGHTS
-    + "w_shape[1], x_shape[1], partial, threadgroup_position_in_grid, "
+    body=f"{_PARTIAL} small_qmm_experts<M, SPLIT>({_QUANTIZED}, x, experts, order, "
+    + "x_shape[0] * PER_ROW, PER_ROW, y, w_shape[1], partial, threadgroup_position_in_grid, "
     + _LANE,
 )
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
-    "small_qmm",
+    FILES,
     "x w scales biases",
     outputs="y",
     body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; "
-    + "small_qmm_matrix<M, BITS, GROUP, FORMAT>(x, x_shape[0], "
-    + _WEIGHTS
-    + "w_shape[0], x_shape[1], partial, "
+    + "small_qmm_matrix<M, BITS, GROUP, FORMAT>(x, x_shape[0], w, scales, biases, y, w_shape[0], "
+    + "x_shape[1], "
     + _TILE,
 )
 
@@ -102,10 +106,7 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
         template = {"M": _capacity(max(8, rows))}
     else:
         kernel = SMALL_QMM
-        split = _split(columns, k)
-        threads = 32 * max(2, split)
-        width = COLUMNS if split > 1 else 2 * COLUMNS
-        template = {"M": _capacity(rows), "SPLIT": split}
+        threads, width, template = _instance(columns, k, rows)
     return kernel(
         [x, *_arrays(weights)],
         (threads * ceil(columns / width), 1, 1),
@@ -113,6 +114,28 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
         **_format(weights),
+        **template,
+    )[0]
+
+
+def _instance(columns: int, k: int, rows: int) -> tuple[int, int, dict[str, int]]:
+    """Threads and columns of a threadgroup that sums over its lanes, and its template."""
+    split = _split(columns, k)
+    width = COLUMNS if split > 1 else 2 * COLUMNS
+    return 32 * max(2, split), width, {"M": _capacity(rows), "SPLIT": split}
+
+
+def small_mm(x: Array, weight: Array) -> Array:
+    """As reference.small_mm in x's dtype, for 1 to ROWS rows."""
+    rows, k = x.shape
+    columns = len(weight)
+    threads, width, template = _instance(columns, k, rows)
+    return SMALL_MM(
+        [x, weight],
+        (threads * ceil(columns / width), 1, 1),
+        (threads, 1, 1),
+        output_shapes=[(rows, columns)],
+        output_dtypes=[x.dtype],
         **template,
     )[0]
 
@@ -158,17 +181,14 @@ def small_qmm_experts(
     choices = chosen if isinstance(chosen, Choices) else sorted_choices(chosen)
     columns = weights.weight.shape[1]
     count = choices.count
-    split = _split(columns * count // rows, x.shape[1])
-    threads = 32 * max(2, split)
-    width = COLUMNS if split > 1 else 2 * COLUMNS
+    threads, width, template = _instance(columns * count // rows, x.shape[1], min(rows, ROWS))
     return SMALL_QMM_EXPERTS(
         [x, choices.experts, choices.order, *_arrays(weights)],
         (threads * ceil(columns / width), count, 1),
         (threads, 1, 1),
         output_shapes=[(count, columns)],
         output_dtypes=[x.dtype],
-        M=_capacity(min(rows, ROWS)),
-        SPLIT=split,
+        **template,
         PER_ROW=count // len(x),
         **_format(weights),
     )[0]
@@ -246,6 +266,27 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
             "plain": partial(run, small_qmm),
             "matrix": partial(run, partial(small_qmm, matrix=True)),
         },
+        tolerance=TOLERANCE,
+    )
+
+
+def small_mm_case(n: int, k: int, dtype: mx.Dtype) -> Case:
+    """For weights [n, k] of this dtype. Columns are left out as above; the reference's are fp32."""
+    columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES // (4 * k)))
+
+    def inputs(seed: int) -> Inputs:
+        of_x, of_w = mx.random.split(mx.random.key(seed))
+        x = mx.random.normal((ROWS, k), dtype, key=of_x)
+        return x, mx.random.normal((columns, k), dtype, scale=k**-0.5, key=of_w)
+
+    return Case(
+        name=f"small_mm {n}x{k}, {dtype_name(dtype)}",
+        rows=tuple(range(1, 1 + ROWS)),
+        raced=RACED,
+        inputs=inputs,
+        stock=lambda x, weight: x @ weight.T,
+        reference=reference.small_mm,
+        variants={"plain": small_mm},
         tolerance=TOLERANCE,
     )
 

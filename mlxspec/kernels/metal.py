@@ -20,11 +20,11 @@ Launch = Callable[..., list[mx.array]]
 
 @dataclass(frozen=True, slots=True)
 class MetalKernel:
-    """A function of metal/<file>.metal, called by `body` with the arrays that `inputs` and
-    `outputs` name."""
+    """A function of the last of these `files` metal/<file>.metal, which are read one after the
+    other, called by `body` with the arrays that `inputs` and `outputs` name."""
 
     name: str
-    file: str
+    files: str
     inputs: str
     outputs: str
     body: str
@@ -52,7 +52,8 @@ class MetalKernel:
 @cache
 def _compiled(make: Callable[..., Launch], kernel: MetalKernel) -> Launch:
     inputs, outputs = kernel.inputs.split(), kernel.outputs.split()
-    return make(kernel.name, inputs, outputs, kernel.body, source(kernel.file))
+    text = "".join(map(source, kernel.files.split()))
+    return make(kernel.name, inputs, outputs, kernel.body, text)
 
 
 @cache

@@ -241,16 +241,16 @@ def small_qmm(x: Array, weights: Weights) -> Array:
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
     multiplied one by one, as if each had an expert: several an M5 may multiply in TF32.
     """
-    biases = weights.biases
-    one = Weights(
-        weights.weight[None],
-        weights.scales[None],
-        None if biases is None else biases[None],
-        weights.group_size,
-        weights.bits,
-        weights.mode,
-    )
+    one = replace(weights, weight=weights.weight[None], scales=weights.scales[None])
+    one.biases = None if weights.biases is None else weights.biases[None]
     return small_qmm_experts(x, one, mx.zeros(len(x), mx.uint32))
+
+
+def small_mm(x: Array, weight: Array) -> Array:
+    """x weight^T, float32 [M, N] of x [M, K] and weight [N, K] float: products and sums in fp32,
+    one row at a time, as small_qmm."""
+    w, rows = weight.astype(mx.float32).T, x.astype(mx.float32)
+    return mx.concatenate([rows[i : i + 1] @ w for i in range(len(x))])
 
 
 def small_qmm_experts(x: Array, weights: Weights, chosen: Array, _: int = 0) -> Array:

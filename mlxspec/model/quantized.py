@@ -1,4 +1,4 @@
-"""Metal kernels in a loaded model's quantized layers, and the cases to verify for a model.
+"""Metal kernels in a loaded model's layers, and the cases to verify for a model.
 
 Rule: a layer's kernel runs for the rows that its verdict names, looked up at each call, else MLX's
 own operation. Layers only change their class, so that arrays, names and other models stay the same.
@@ -35,14 +35,19 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
     variant = KERNELS.variant(layer.case.name, prod(batch))
     if not (variant and _fits(layer, x)):
         return otherwise(x)
-    rows = x.reshape(-1, k).astype(layer.form.dtype)
-    y = matmul.small_qmm(rows, layer, variant == "matrix")
+    rows = x.reshape(-1, k)
+    if "scales" in layer:
+        y = matmul.small_qmm(rows.astype(layer.form.dtype), layer, variant == "matrix")
+    else:
+        y = matmul.small_mm(rows, layer.weight)
     y = y.reshape(*batch, -1)
     return y + layer["bias"] if "bias" in layer else y
 
 
 def _fits(layer: Any, x: Array) -> bool:
     """Whether MLX's result has the dtype of the layer's case."""
+    if "scales" not in layer:
+        return bool(x.dtype == layer.weight.dtype)
     if layer.mode == "affine":  # scales and biases count in it
         return bool(mx.result_type(x.dtype, layer.form.dtype) == layer.form.dtype)
     return bool(x.dtype == layer.form.dtype)
@@ -54,6 +59,16 @@ class KernelLinear(nn.QuantizedLinear):
 
 
 class KernelEmbedding(nn.QuantizedEmbedding):
+    def as_linear(self, x: Array) -> Any:
+        return _multiply(self, x, super().as_linear)
+
+
+class KernelDense(nn.Linear):
+    def __call__(self, x: Array) -> Any:
+        return _multiply(self, x, super().__call__)
+
+
+class KernelDenseEmbedding(nn.Embedding):
     def as_linear(self, x: Array) -> Any:
         return _multiply(self, x, super().as_linear)
 
@@ -100,6 +115,8 @@ CLASSES: dict[Any, Any] = {
     nn.QuantizedLinear: KernelLinear,
     nn.QuantizedEmbedding: KernelEmbedding,
     QuantizedSwitchLinear: KernelSwitchLinear,
+    nn.Linear: KernelDense,
+    nn.Embedding: KernelDenseEmbedding,
 }
 
 
@@ -107,19 +124,34 @@ def install(model: nn.Module) -> None:
     """Let the model's layers use kernels. Idempotent; changes nothing until kernels are proven."""
     dtype = _dtype_of_rows(model)
     for layer in model.modules():
-        if type(layer) not in CLASSES or layer.scales.size < SMALLEST:
-            continue
-        form = matmul.format_of(layer, dtype)
-        *_, n, groups = layer.scales.shape
-        k = groups * form.group_size
-        if not form.supported or k % 32 or layer.get("global_scale") is not None:
-            continue
+        if type(layer) in CLASSES:
+            if "scales" in layer:
+                _install_quantized(layer, dtype)
+            else:
+                _install_dense(layer)
+
+
+def _install_quantized(layer: Any, dtype: mx.Dtype) -> None:
+    form = matmul.format_of(layer, dtype)
+    *_, n, groups = layer.scales.shape
+    k = groups * form.group_size
+    if not form.supported or k % 32 or layer.scales.size < SMALLEST:
+        return
+    if layer.get("global_scale") is not None:
+        return
+    layer.__class__ = CLASSES[type(layer)]
+    layer.form = form
+    if isinstance(layer, KernelSwitchLinear):
+        layer.case, layer.top = None, 1
+    else:
+        layer.case = matmul.small_qmm_case(n, k, form)
+
+
+def _install_dense(layer: Any) -> None:
+    n, k = layer.weight.shape
+    if layer.weight.dtype.size == 2 and k % matmul.RUN == 0 and n * k >= SMALLEST:
         layer.__class__ = CLASSES[type(layer)]
-        layer.form = form
-        if isinstance(layer, KernelSwitchLinear):
-            layer.case, layer.top = None, 1
-        else:
-            layer.case = matmul.small_qmm_case(n, k, form)
+        layer.case = matmul.small_mm_case(n, k, layer.weight.dtype)
 
 
 def _dtype_of_rows(model: nn.Module) -> mx.Dtype:
@@ -132,7 +164,8 @@ def _dtype_of_rows(model: nn.Module) -> mx.Dtype:
 
 def linear_cases(model: nn.Module) -> list[Case]:
     """The cases of an installed model's linear layers."""
-    return [layer.case for layer in model.modules() if isinstance(layer, KernelLinear)]
+    kinds = KernelLinear, KernelDense
+    return [layer.case for layer in model.modules() if isinstance(layer, kinds)]
 
 
 def kernel_cases(runner: Runner) -> list[Case]:

@@ -138,5 +138,6 @@ def sample_accept() -> Iterator[Trial]:
 BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {
     "paged_attention": paged_attention,
     "sample_accept": sample_accept,
+    "qmm_weights": small_qmm,
     "small_qmm": small_qmm,
 }

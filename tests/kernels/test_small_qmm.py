@@ -122,6 +122,35 @@ def test_other_formats(group: int, bits: int, mode: str, dtype: mx.Dtype, matrix
             assert read[name] == array.nbytes, (rows, name)
 
 
+@on_simulator
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+@pytest.mark.parametrize("columns, k", [(ODD, 104), (5, 1160), (33, 512)])
+def test_weights_that_are_not_quantized(columns: int, k: int, dtype: mx.Dtype) -> None:
+    rng = np.random.default_rng(k)
+    x, w = (mx.array(rng.normal(size=(n, k)), mx.float32).astype(dtype) for n in (16, columns))
+
+    def run(rows: int, order: int = 0) -> mx.array:
+        with metalsim.patch(order=order):
+            return matmul.small_mm(x[:rows], w)
+
+    whole, want = run(16, order=7), reference.small_mm(x, w)
+    allowed = SUMMING * mx.abs(x.astype(mx.float32)) @ mx.abs(w.astype(mx.float32)).T
+    assert whole.dtype == dtype
+    assert (mx.abs(whole - want) <= allowed + ROUNDING[dtype] * mx.abs(want)).all()
+    for rows in (1, 2, 5, 9):
+        assert mx.array_equal(run(rows), whole[:rows]), rows
+        assert metalsim.last().traffic["w"].read == w.nbytes
+
+
+def test_a_case_of_weights_that_are_not_quantized() -> None:
+    case = matmul.small_mm_case(24, 96, mx.bfloat16)
+    given = case.cut(case.inputs(1), 5)
+    want = case.reference(*given)
+    with metalsim.patch(checked=False):
+        relative_error(case.variants["plain"](*given), want, case.tolerance, mx.bfloat16)
+    assert mx.abs(case.stock(*given) - want).max() < 0.05 * mx.abs(want).max()
+
+
 EXPERTS, TOP = 6, 2
 
 

@@ -46,7 +46,11 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(kind: str, numbers: str, **config: int) -> nn.Module:
     if kind == MQA:
         return model("llama", numbers, num_key_value_heads=1)
-    made = tiny.model(kind, **config)
+    return in_numbers(tiny.model(kind, **config), numbers)
+
+
+def in_numbers(made: nn.Module, numbers: str) -> nn.Module:
+    """A model of fp32 in these numbers, as it serves."""
     if numbers != "fp32":
         made.update(tree_map(_halved, made.parameters()))
     if numbers not in ("fp32", "bf16"):

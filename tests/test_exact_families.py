@@ -3,12 +3,8 @@ kernels as on a Mac (tests/support/dispatch.py): where it says exact, answers ar
 
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map
 
-from mlxspec.kernels import cpu
 from mlxspec.load import exact_proof
 from mlxspec.load.exact import examine
 from mlxspec.load.exact_proof import MOST
@@ -17,21 +13,13 @@ from mlxspec.model.layout import find_layout
 from tests.support import architectures, dispatch, tiny
 from tests.support.noisy_oracle import NoisyOracle
 from tests.support.parameter_rows import chosen
-from tests.test_exact import BLOCK, CHUNK, alone, engine, requests, told
+from tests.test_exact import BLOCK, CHUNK, alone, engine, in_numbers, requests, told
 
 # What docs/exact.md names: products that are no layers.
 NOT_EXACT = {"talkie", "recurrent_gemma", "prism_hadamard_qwen35"}
 # As a router's weights are a module's own, by other names, and take three axes.
 ROUTERS = ("deepseek_v2", "dots1")
 FAMILIES = [name for name, layout in architectures.LAYOUTS.items() if layout in ("rows", "rect")]
-
-
-def halved(x: mx.array) -> mx.array:
-    return x.astype(mx.bfloat16) if x.dtype == mx.float32 else x
-
-
-def fits(_: str, layer: nn.Module) -> bool:
-    return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
 
 
 @pytest.mark.parametrize(
@@ -46,9 +34,7 @@ def test_a_verdict_holds(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(exact_proof, "CONTEXT", 4 * CHUNK)
     model = architectures.build(name)
     choice = find_layout(model)
-    model.update(tree_map(halved, model.parameters()))
-    nn.quantize(model, 32, 4, class_predicate=fits)
-    cpu.install(model)
+    in_numbers(model, "affine")
     with dispatch.on(dispatch.CHIPS[chip]):
         found = examine(model, choice, BLOCK)
         if name in NOT_EXACT:

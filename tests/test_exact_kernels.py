@@ -7,9 +7,7 @@ from itertools import cycle
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map
 
-from mlxspec.kernels import cpu
 from mlxspec.kernels.trial import Verdict
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.load import exact, exact_proof
@@ -21,6 +19,7 @@ from mlxspec.model.layout import CacheBytes, LayoutChoice
 from tests import metalsim
 from tests.support import dispatch, tiny
 from tests.support.parameter_rows import only
+from tests.test_exact import in_numbers
 
 BLOCK = 8
 # By shape: for all rows that it takes, for some from the second on, for few, never.
@@ -38,10 +37,7 @@ def short_proof(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def model() -> nn.Module:
     """With kernels for a part of its shapes and of their rows."""
-    made = tiny.model("llama")
-    made.update(tree_map(lambda x: x.astype(mx.bfloat16), made.parameters()))
-    nn.quantize(made, 32, 4)
-    cpu.install(made)
+    made = in_numbers(tiny.model("llama"), "affine")
     quantized.install(made)
     names = {case.name: case for case in quantized.linear_cases(made)}
     for name, (least, most) in zip(names, cycle(WON), strict=False):

@@ -144,6 +144,7 @@ def lossless(model: str) -> Iterator[str]:
     from mlx_lm.generate import generate_step
 
     from mlxspec.commands.bench import Task, prompt_of, run_group, tokens_of
+    from mlxspec.model.quantized import coarsest_dtype
     from mlxspec.types import Request, Sampling
 
     engine, found = loaded(model)
@@ -162,7 +163,7 @@ def lossless(model: str) -> Iterator[str]:
         logits = plain(mx.array([[*prompt, *ours[:same]]]))[0, -1].astype(mx.float32)
         gap = abs(float(logits[ours[same]] - logits[theirs[same]]))
         # Two sums in another order differ by some units in the last place of the largest logit.
-        limit = float(mx.abs(logits).max()) * 2 * float(mx.finfo(precision(plain)).eps)
+        limit = float(mx.abs(logits).max()) * 2 * float(mx.finfo(coarsest_dtype(plain)).eps)
         tie = gap <= limit
         wrong += not tie
         early += same < EARLY
@@ -178,17 +179,6 @@ def equal(ours: list[int], theirs: list[int]) -> int:
     while count < min(len(ours), len(theirs)) and ours[count] == theirs[count]:
         count += 1
     return count
-
-
-def precision(model: Any) -> Any:
-    """The coarsest type of its numbers."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    kinds = {
-        x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
-    }
-    return min(kinds, key=lambda kind: kind.size)
 
 
 def exact(model: str) -> Iterator[str]:

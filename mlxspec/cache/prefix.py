@@ -7,12 +7,7 @@ continue; a block that left the window is freed, and the null block takes its pl
 
 import math
 from collections import OrderedDict
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 

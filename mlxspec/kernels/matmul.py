@@ -97,45 +97,48 @@ def _capacity(rows: int) -> int:
 
 def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
     """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix."""
-    rows, k = x.shape
-    columns = len(weights.weight)
-    if matrix:
-        kernel = SMALL_QMM_MATRIX
-        threads = 32 * MATRIX_SIMDS
-        width = MATRIX_COLUMNS  # of a threadgroup
-        template = {"M": _capacity(max(8, rows))}
-    else:
-        kernel = SMALL_QMM
-        threads, width, template = _instance(columns, k, rows)
-    return kernel(
-        [x, *_arrays(weights)],
-        (threads * ceil(columns / width), 1, 1),
+    rows, columns = len(x), len(weights.weight)
+    arrays = [x, *_arrays(weights)]
+    if not matrix:
+        return _over_lanes(SMALL_QMM, arrays, (rows, columns), **_format(weights))
+    threads = 32 * MATRIX_SIMDS
+    return SMALL_QMM_MATRIX(
+        arrays,
+        (threads * ceil(columns / MATRIX_COLUMNS), 1, 1),
         (threads, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
+        M=_capacity(max(8, rows)),
         **_format(weights),
-        **template,
     )[0]
-
-
-def _instance(columns: int, k: int, rows: int) -> tuple[int, int, dict[str, int]]:
-    """Threads and columns of a threadgroup that sums over its lanes, and its template."""
-    split = _split(columns, k)
-    width = COLUMNS if split > 1 else 2 * COLUMNS
-    return 32 * max(2, split), width, {"M": _capacity(rows), "SPLIT": split}
 
 
 def small_mm(x: Array, weight: Array) -> Array:
     """As reference.small_mm in x's dtype, for 1 to ROWS rows."""
-    rows, k = x.shape
-    columns = len(weight)
-    threads, width, template = _instance(columns, k, rows)
-    return SMALL_MM(
-        [x, weight],
-        (threads * ceil(columns / width), 1, 1),
+    return _over_lanes(SMALL_MM, [x, weight], (len(x), len(weight)))
+
+
+def _over_lanes(
+    kernel: MetalKernel,
+    arrays: list[Array],
+    shape: tuple[int, int],
+    rows: int = 0,
+    **template: int,
+) -> Array:
+    """y of this shape by a kernel that sums over the lanes of SIMD-groups; x is the first of the
+    arrays. `rows`: of the step, where y has several for each, which other threadgroups compute."""
+    x, (count, columns) = arrays[0], shape
+    split = _split(columns * count // rows if rows else columns, x.shape[1])
+    threads = 32 * max(2, split)
+    width = COLUMNS if split > 1 else 2 * COLUMNS
+    return kernel(
+        arrays,
+        (threads * ceil(columns / width), count if rows else 1, 1),
         (threads, 1, 1),
-        output_shapes=[(rows, columns)],
+        output_shapes=[shape],
         output_dtypes=[x.dtype],
+        M=_capacity(min(rows or count, ROWS)),
+        SPLIT=split,
         **template,
     )[0]
 
@@ -179,19 +182,14 @@ def small_qmm_experts(
     """As reference.small_qmm_experts in x's dtype. `rows`: no expert is chosen more often; beyond
     ROWS times, its weights are read again."""
     choices = chosen if isinstance(chosen, Choices) else sorted_choices(chosen)
-    columns = weights.weight.shape[1]
-    count = choices.count
-    threads, width, template = _instance(columns * count // rows, x.shape[1], min(rows, ROWS))
-    return SMALL_QMM_EXPERTS(
+    return _over_lanes(
+        SMALL_QMM_EXPERTS,
         [x, choices.experts, choices.order, *_arrays(weights)],
-        (threads * ceil(columns / width), count, 1),
-        (threads, 1, 1),
-        output_shapes=[(count, columns)],
-        output_dtypes=[x.dtype],
-        **template,
-        PER_ROW=count // len(x),
+        (choices.count, weights.weight.shape[1]),
+        rows=rows,
+        PER_ROW=choices.count // len(x),
         **_format(weights),
-    )[0]
+    )
 
 
 @dataclass(frozen=True, slots=True)

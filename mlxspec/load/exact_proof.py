@@ -16,10 +16,9 @@ from mlx.core import array as Array
 
 from mlxspec.kernels.invariant import PART
 from mlxspec.model.batch import starts_of
-from mlxspec.model.call_search import Watched
 from mlxspec.model.invariant import Invariance, chunk_rows
 from mlxspec.model.runner import Runner
-from mlxspec.model.trunk import layers_in, mix_in, mix_out
+from mlxspec.model.trunk import layers_in, watched
 from mlxspec.sequences import Draft, SeqState, Span
 from mlxspec.types import MAX_DEPTH
 
@@ -239,17 +238,9 @@ class Proof:
 
     def _part(self, layer: Any, prepare: Prepare) -> Any:
         """The part of a layer whose output differs first."""
-        seen: dict[str, Any] = {}
         parts = {name: part for name, part in layer.children().items() if callable(part)}
-        for name, part in parts.items():
-            mix_in(part, Watched)
-            part._seen, part._name = seen, name
-        try:
+        with watched(parts) as seen:
             return self._first_difference(prepare, lambda _: seen)
-        finally:
-            for part in parts.values():
-                mix_out(part, Watched)
-                del part._seen, part._name
 
     def _first_difference(self, prepare: Prepare, outputs: Callable[[Any], Any]) -> Any:
         """Of the outputs of a step's forward, which one differs first from those of the same rows

@@ -20,7 +20,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxspec.kernels import cpu
 from mlxspec.kernels.invariant import Calls, route
-from mlxspec.model.trunk import mix_in, mix_out
+from mlxspec.model.trunk import watched
 
 DENSE = (nn.Linear, nn.Embedding)
 TIED = (nn.Embedding, nn.QuantizedEmbedding)
@@ -116,32 +116,11 @@ def _routed(router: Any, x: Array) -> Outputs:
     return (y[-1] if isinstance(y, tuple) else y), x @ router.weight.T
 
 
-class Watched:
-    """Mixed into the class of an expert product while its layer is tried: keeps what it makes."""
-
-    _seen: dict[str, Array]
-    _name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        y: Array = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        self._seen[self._name] = y
-        return y
-
-
 def _experts(layer: Any, x: Array, chosen: Array) -> Outputs:
     """What each of a layer's products makes, and the layer."""
-    seen: dict[str, Array] = {}
     products = _products(layer)
-    for name, product in products.items():
-        mix_in(product, Watched)
-        product._seen, product._name = seen, name
-    try:
-        with _without_biases(*products.values()):
-            y = layer(x, chosen)
-    finally:
-        for product in products.values():
-            mix_out(product, Watched)
-            del product._seen, product._name
+    with watched(products) as seen, _without_biases(*products.values()):
+        y = layer(x, chosen)
     place = mx.argsort(mx.argsort(chosen.flatten()))
     # Sorted by expert, products have one row for each choice of each row.
     made = (seen[name] if seen[name].ndim > 3 else seen[name][place] for name in products)

@@ -5,12 +5,7 @@ same block ids, and samples the same tokens, since noise is keyed by seed and po
 """
 
 from collections import deque
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,12 +19,7 @@ from mlxspec.model.batch import Forward, SpanT
 from mlxspec.model.parallel import TIMEOUT_S, ProcessGroup
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Sampled
-from mlxspec.sequences import (
-    Draft,
-    SeqState,
-    Span,
-    Spans,
-)
+from mlxspec.sequences import Draft, SeqState, Span, Spans
 from mlxspec.types import STATE, Sampling, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare

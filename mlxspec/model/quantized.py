@@ -53,24 +53,30 @@ def _fits(layer: Any, x: Array) -> bool:
     return bool(x.dtype == layer.form.dtype)
 
 
-class KernelLinear(nn.QuantizedLinear):
+class _Linear:
     def __call__(self, x: Array) -> Any:
-        return _multiply(self, x, super().__call__)
+        return _multiply(self, x, super().__call__)  # type: ignore[misc]
 
 
-class KernelEmbedding(nn.QuantizedEmbedding):
+class _Tied:
     def as_linear(self, x: Array) -> Any:
-        return _multiply(self, x, super().as_linear)
+        return _multiply(self, x, super().as_linear)  # type: ignore[misc]
 
 
-class KernelDense(nn.Linear):
-    def __call__(self, x: Array) -> Any:
-        return _multiply(self, x, super().__call__)
+class KernelLinear(_Linear, nn.QuantizedLinear):
+    pass
 
 
-class KernelDenseEmbedding(nn.Embedding):
-    def as_linear(self, x: Array) -> Any:
-        return _multiply(self, x, super().as_linear)
+class KernelEmbedding(_Tied, nn.QuantizedEmbedding):
+    pass
+
+
+class KernelDense(_Linear, nn.Linear):
+    pass
+
+
+class KernelDenseEmbedding(_Tied, nn.Embedding):
+    pass
 
 
 class KernelSwitchLinear(QuantizedSwitchLinear):
@@ -122,7 +128,7 @@ CLASSES: dict[Any, Any] = {
 
 def install(model: nn.Module) -> None:
     """Let the model's layers use kernels. Idempotent; changes nothing until kernels are proven."""
-    dtype = _dtype_of_rows(model)
+    dtype = coarsest_dtype(model)
     for layer in model.modules():
         if type(layer) in CLASSES:
             if "scales" in layer:
@@ -154,7 +160,7 @@ def _install_dense(layer: Any) -> None:
         layer.case = matmul.small_mm_case(n, k, layer.weight.dtype)
 
 
-def _dtype_of_rows(model: nn.Module) -> mx.Dtype:
+def coarsest_dtype(model: nn.Module) -> mx.Dtype:
     """What a model computes in: the smallest of its floating weights."""
     arrays: Any = tree_flatten(model.parameters())
     found = {x.dtype for _, x in arrays}

@@ -4,8 +4,8 @@ states.
 Rule: nothing is computed or kept for a hidden state that no drafter asked for.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
@@ -93,6 +93,33 @@ def mix_out(module: Any, mixin: type) -> None:
     """Undo `mix_in`, where it is the last one."""
     if isinstance(module, mixin):
         module.__class__ = type(module).__bases__[1]
+
+
+class Watched:
+    """Mixed into the class of a part while it is watched: keeps what it makes."""
+
+    _seen: dict[str, Any]
+    _name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        y: Any = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        self._seen[self._name] = y
+        return y
+
+
+@contextmanager
+def watched(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What these parts, by name, make from now on: the last of each, in the order of calls."""
+    seen: dict[str, Any] = {}
+    for name, part in parts.items():
+        mix_in(part, Watched)
+        part._seen, part._name = seen, name
+    try:
+        yield seen
+    finally:
+        for part in parts.values():
+            mix_out(part, Watched)
+            del part._seen, part._name
 
 
 def _tap(module: Any, tap: Tap, view: View) -> None:

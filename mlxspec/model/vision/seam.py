@@ -17,12 +17,7 @@ from mlx.core import array as Array
 from mlxspec.model.pages import View
 from mlxspec.model.trunk import layers_in, mix_in, trunk_of
 from mlxspec.sequences import Span, Spans
-from mlxspec.types import (
-    Image,
-    ImageSpan,
-    Json,
-    UnsupportedModel,
-)
+from mlxspec.types import Image, ImageSpan, Json, UnsupportedModel
 
 CACHED_BYTES = 256 << 20  # of features, for the next chunks and turns
 

@@ -261,23 +261,31 @@ class LoopGuard:
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is truncated where a loop
         may be complete."""
-        if self._loop or self._ending:
+        if self._closes:
             draft = ()
         elif self._near:
             draft = draft[: self._left - 1]
         rows = self.inner.masks(draft) if self.inner else [b"" for _ in range(1 + len(draft))]
-        if self._loop and self.grammar:
-            vocabulary, allowed = self.grammar.vocabulary, int.from_bytes(rows[0], "little")
-            ends = _ends(vocabulary, allowed, self._loop)
-            chosen = ends or allowed & ~vocabulary.longer or allowed  # not past such an end
-            return [chosen.to_bytes(len(rows[0]), "little")]
-        if self._ending and self.grammar:
-            vocabulary, allowed = self.grammar.vocabulary, int.from_bytes(rows[0], "little")
-            ends = allowed & (vocabulary.ends | vocabulary.closers.get("}", 0))
-            if ends and not _in_text(vocabulary, allowed):
-                return [ends.to_bytes(len(rows[0]), "little")]
-            return rows
+        if self.grammar and self._closes:
+            return [self._closing(self.grammar.vocabulary, rows[0])]
         return [(1 << self.end).to_bytes(self.end // 8 + 1, "little")] if self._loop else rows
+
+    @property
+    def _closes(self) -> bool:
+        """Whether the answer is being ended."""
+        return self._ending or bool(self._loop)
+
+    def _closing(self, vocabulary: Vocabulary, mask: bytes) -> bytes:
+        """Of the tokens that a grammar's mask allows, those that end what has to end, or do not
+        skip its end."""
+        allowed = int.from_bytes(mask, "little")
+        if self._loop:
+            ends = _ends(vocabulary, allowed, self._loop)
+            chosen = ends or allowed & ~vocabulary.longer
+        else:  # what an object has to have is written freely
+            ends = vocabulary.ends | vocabulary.closers.get("}", 0)
+            chosen = 0 if _in_text(vocabulary, allowed) else allowed & ends
+        return (chosen or allowed).to_bytes(len(mask), "little")
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance over sampled tokens."""
@@ -295,12 +303,11 @@ class LoopGuard:
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that must follow."""
-        free = self.inner and not (self._loop or self._ending)
-        return self.inner.forced(most) if free else []
+        return self.inner.forced(most) if self.inner and not self._closes else []
 
     def restricts(self, ahead: int) -> bool:
         """GrammarMatcher.restricts; without a grammar only near a loop."""
-        if self._loop or self._ending or (self._near and ahead >= self._left):
+        if self._closes or (self._near and ahead >= self._left):
             return True
         return bool(self.inner and self.inner.restricts(ahead))
 

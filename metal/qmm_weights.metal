@@ -122,6 +122,10 @@ struct QmmPlain {
   const device W* w;
   int K;
 
+  QmmPlain from(size_t column) const {
+    return {w + column * K, K};
+  }
+
   void run(size_t n, int k0, uint lane, thread float* values) const {
     const int k = k0 + QMM_RUN * int(lane);
     if (k < K) {

@@ -1,4 +1,4 @@
-"""Quantized products of few rows by metal/small_qmm.metal.
+"""Products of few rows by metal/small_qmm.metal, of weights that are quantized or not.
 
 Rule: a function has the signature of its reference; `verify` decides whether it runs.
 """
@@ -21,6 +21,7 @@ ROWS = 16  # small_qmm takes at most
 RACED = (1, 2, 3, 5, 8, 9, 16)  # the fewest and the most rows of each instance
 COLUMNS = 4  # of a SIMD-group; as in small_qmm.metal
 RUN = 8  # values of K that a lane reads at once; as in qmm_weights.metal
+WORDS = 32  # values of K that fill whole words in each format
 SPAN = 256  # values of K that a SIMD-group reads at once; as in qmm_weights.metal
 MAX_SPLIT = 8  # SIMD-groups that share K
 FILL = 2048  # SIMD-groups that keep a GPU busy: 25 for each core of the largest, not measured
@@ -44,32 +45,36 @@ _QUANTIZED = "qmm_quantized<BITS, GROUP, FORMAT>(w, scales, biases, x_shape[1])"
 _LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
 _TILE = "partial, threadgroup_position_in_grid.x, " + _LANE
 
-SMALL_QMM = MetalKernel(
-    "small_qmm",
-    FILES,
-    "x w scales biases",
-    outputs="y",
-    body=f"{_PARTIAL} small_qmm<M, SPLIT>(QmmRows(), {_QUANTIZED}, x, x_shape[0], y, w_shape[0], "
-    + _TILE,
-)
-SMALL_MM = MetalKernel(
-    "small_mm",
-    FILES,
-    "x w",
-    outputs="y",
-    body=f"{_PARTIAL} small_qmm<M, SPLIT>(QmmRows(), qmm_plain(w, x_shape[1]), x, x_shape[0], y, "
-    + "w_shape[0], "
-    + _TILE,
-)
-SMALL_QMM_EXPERTS = MetalKernel(
-    "small_qmm_experts",
-    FILES,
-    "x experts order w scales biases",
-    outputs="y",
-    body=f"{_PARTIAL} small_qmm_experts<M, SPLIT>({_QUANTIZED}, x, experts, order, "
-    + "x_shape[0] * PER_ROW, PER_ROW, y, w_shape[1], partial, threadgroup_position_in_grid, "
-    + _LANE,
-)
+
+def _over_rows(name: str, inputs: str, weights: str) -> MetalKernel:
+    return MetalKernel(
+        name,
+        FILES,
+        inputs=f"x {inputs}",
+        outputs="y",
+        body=f"{_PARTIAL} small_qmm<M, SPLIT>(QmmRows(), {weights}, x, x_shape[0], y, w_shape[0], "
+        + _TILE,
+    )
+
+
+def _over_choices(name: str, inputs: str, weights: str) -> MetalKernel:
+    return MetalKernel(
+        name,
+        FILES,
+        inputs=f"x experts order {inputs}",
+        outputs="y",
+        body=f"{_PARTIAL} small_qmm_experts<M, SPLIT>({weights}, x, experts, order, "
+        + "x_shape[0] * PER_ROW, PER_ROW, y, w_shape[1], partial, threadgroup_position_in_grid, "
+        + _LANE,
+    )
+
+
+_ARRAYS = "w scales biases"
+_PLAIN = "qmm_plain(w, x_shape[1])"
+SMALL_QMM = _over_rows("small_qmm", _ARRAYS, _QUANTIZED)
+SMALL_MM = _over_rows("small_mm", "w", _PLAIN)
+SMALL_QMM_EXPERTS = _over_choices("small_qmm_experts", _ARRAYS, _QUANTIZED)
+SMALL_MM_EXPERTS = _over_choices("small_mm_experts", "w", _PLAIN)
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
     FILES,
@@ -96,11 +101,13 @@ def _capacity(rows: int) -> int:
 
 
 def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
-    """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix."""
+    """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix, of
+    quantized weights."""
     rows, columns = len(x), len(weights.weight)
-    arrays = [x, *_arrays(weights)]
+    arrays, template = [x, *_arrays(weights)], _template(weights)
     if not matrix:
-        return _over_lanes(SMALL_QMM, arrays, (rows, columns), **_format(weights))
+        kernel = SMALL_QMM if template else SMALL_MM
+        return _over_lanes(kernel, arrays, (rows, columns), **template)
     threads = 32 * MATRIX_SIMDS
     return SMALL_QMM_MATRIX(
         arrays,
@@ -109,13 +116,8 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
         M=_capacity(max(8, rows)),
-        **_format(weights),
+        **template,
     )[0]
-
-
-def small_mm(x: Array, weight: Array) -> Array:
-    """As reference.small_mm in x's dtype, for 1 to ROWS rows."""
-    return _over_lanes(SMALL_MM, [x, weight], (len(x), len(weight)))
 
 
 def _over_lanes(
@@ -145,13 +147,21 @@ def _over_lanes(
 
 def _arrays(weights: Weights) -> list[Array]:
     """Of the kernel, which reads no biases where there are none, but must be given some."""
+    if weights.scales is None:
+        return [weights.weight]
     scales, biases = weights.scales, weights.biases
     return [weights.weight, scales, scales if biases is None else biases]
 
 
-def _format(weights: Weights) -> dict[str, int]:
-    format = FORMATS[weights.mode][0]
-    return {"BITS": weights.bits, "GROUP": weights.group_size, "FORMAT": format}
+def _template(weights: Weights) -> dict[str, int]:
+    """Constants of an instance for quantized weights; for others there are none."""
+    if weights.scales is None:
+        return {}
+    return {
+        "BITS": weights.bits,
+        "GROUP": weights.group_size,
+        "FORMAT": FORMATS[weights.mode][0],
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,20 +192,21 @@ def small_qmm_experts(
     """As reference.small_qmm_experts in x's dtype. `rows`: no expert is chosen more often; beyond
     ROWS times, its weights are read again."""
     choices = chosen if isinstance(chosen, Choices) else sorted_choices(chosen)
+    template = _template(weights)
     return _over_lanes(
-        SMALL_QMM_EXPERTS,
+        SMALL_QMM_EXPERTS if template else SMALL_MM_EXPERTS,
         [x, choices.experts, choices.order, *_arrays(weights)],
         (choices.count, weights.weight.shape[1]),
         rows=rows,
         PER_ROW=choices.count // len(x),
-        **_format(weights),
+        **template,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How weights are quantized, and the dtype of rows and results. `numbers`: the dtypes of scales
-    and biases of affine ones, where they are others."""
+    """How weights are quantized, if their mode is not "none", and the dtype of rows and results.
+    `numbers`: the dtypes of scales and biases of affine ones, where they are others."""
 
     bits: int
     group_size: int
@@ -204,9 +215,15 @@ class Format:
     numbers: tuple[mx.Dtype, mx.Dtype] | None = None
 
     @property
-    def supported(self) -> bool:
+    def quantized(self) -> bool:
+        return self.mode != "none"
+
+    def supports(self, k: int) -> bool:
+        """Whether there are kernels for weights with this K."""
+        if not self.quantized:
+            return self.dtype.size == 2 and k % RUN == 0
         _, bits, groups = FORMATS.get(self.mode, (0, (), ()))
-        return self.bits in bits and self.group_size in groups
+        return self.bits in bits and self.group_size in groups and k % WORDS == 0
 
     @property
     def how(self) -> Any:
@@ -214,12 +231,15 @@ class Format:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     def weights(self, arrays: Sequence[Array]) -> Weights:
-        """Of weight, scales and biases, if it has these."""
-        weight, scales, *biases = arrays
-        return Weights(weight, scales, biases[0] if biases else None, **self.how)
+        """Of weight, scales and biases, as far as it has these."""
+        weight, *others = arrays
+        scales, biases = (*others, None, None)[:2]
+        return Weights(weight, scales, biases, **self.how)
 
     @property
     def name(self) -> str:
+        if not self.quantized:
+            return dtype_name(self.dtype)
         form = self.mode
         if form == "affine":
             form = f"{self.bits} bits, group {self.group_size}"
@@ -228,7 +248,10 @@ class Format:
 
 
 def format_of(layer: Any, dtype: mx.Dtype) -> Format:
-    """The Format of a quantized layer. `dtype`: of its rows, where its scales are no floats."""
+    """The Format of a layer. `dtype`: of its rows, where its scales are no floats."""
+    if "scales" not in layer:
+        dtype = layer.weight.dtype
+        return Format(8 * dtype.size, 1, "none", dtype)
     numbers = None
     if layer.mode == "affine":
         numbers = layer.scales.dtype, layer.biases.dtype
@@ -248,6 +271,9 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
         x, *weights = arrays
         return multiply(x, form.weights(weights))
 
+    variants = {"plain": partial(run, small_qmm)}
+    if form.quantized:
+        variants["matrix"] = partial(run, partial(small_qmm, matrix=True))
     return Case(
         name=f"small_qmm {n}x{k} of {form.name}",
         rows=tuple(range(1, 1 + ROWS)),
@@ -258,33 +284,9 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
             (columns,),
             k,
         ),
-        stock=partial(mx.quantized_matmul, transpose=True, **form.how),
+        stock=partial(_layer_by_mlx, form),
         reference=partial(run, reference.small_qmm),
-        variants={
-            "plain": partial(run, small_qmm),
-            "matrix": partial(run, partial(small_qmm, matrix=True)),
-        },
-        tolerance=TOLERANCE,
-    )
-
-
-def small_mm_case(n: int, k: int, dtype: mx.Dtype) -> Case:
-    """For weights [n, k] of this dtype. Columns are left out as above; the reference's are fp32."""
-    columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES // (4 * k)))
-
-    def inputs(seed: int) -> Inputs:
-        of_x, of_w = mx.random.split(mx.random.key(seed))
-        x = mx.random.normal((ROWS, k), dtype, key=of_x)
-        return x, mx.random.normal((columns, k), dtype, scale=k**-0.5, key=of_w)
-
-    return Case(
-        name=f"small_mm {n}x{k}, {dtype_name(dtype)}",
-        rows=tuple(range(1, 1 + ROWS)),
-        raced=RACED,
-        inputs=inputs,
-        stock=lambda x, weight: x @ weight.T,
-        reference=reference.small_mm,
-        variants={"plain": small_mm},
+        variants=variants,
         tolerance=TOLERANCE,
     )
 
@@ -319,7 +321,7 @@ def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: b
         rows=tuple(range(1, 1 + ROWS)),
         raced=RACED,
         inputs=inputs,
-        stock=partial(_by_mlx, form),
+        stock=partial(_experts_by_mlx, form),
         reference=partial(run, reference.small_qmm_experts),
         variants={"plain": partial(run, small_qmm_experts)},
         tolerance=TOLERANCE,
@@ -327,12 +329,22 @@ def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: b
     )
 
 
-def _by_mlx(form: Format, x: Array, chosen: Array, *weights: Array) -> Array:
+def _layer_by_mlx(form: Format, x: Array, *weights: Array) -> Array:
+    """As mlx.nn's layers."""
+    if not form.quantized:
+        return x @ weights[0].T
+    multiply: Call = partial(mx.quantized_matmul, transpose=True, **form.how)
+    return multiply(x, *weights)
+
+
+def _experts_by_mlx(form: Format, x: Array, chosen: Array, *weights: Array) -> Array:
     """As mlx-lm's experts: many choices are sorted before."""
     count = chosen.size
     x = mx.broadcast_to(x, (*chosen.shape, x.shape[-1])).reshape(count, 1, -1)
     flat = chosen.flatten()
-    multiply = partial(mx.gather_qmm, transpose=True, **form.how)
+    multiply: Call = partial(mx.gather_qmm, transpose=True, **form.how)
+    if not form.quantized:
+        multiply, weights = mx.gather_mm, (weights[0].swapaxes(-1, -2),)
     if count < SORTED:
         y = multiply(x, *weights, rhs_indices=flat)
     else:
@@ -352,6 +364,8 @@ def _inputs(
     """x [rows, k], and the arrays of weights [*columns, k]."""
     of_x, of_w, of_scales = mx.random.split(mx.random.key(seed), 3)
     x = mx.random.normal((rows, k), key=of_x).astype(form.dtype)
+    if not form.quantized:
+        return x, mx.random.normal((*columns, k), form.dtype, scale=k**-0.5, key=of_w)
     # Random bits: quantizing random weights would take eight times their memory.
     words = prod(columns) * k * form.bits // 32
     w = mx.random.split(of_w, ceil(words / 2)).flatten()[:words].reshape(*columns, -1)  # keys

@@ -224,15 +224,16 @@ def paged_attention(a: Attention, attend: Any = None) -> Array:
 
 @dataclass(slots=True)
 class Weights:
-    """A quantized layer's arrays as from mx.quantize, or the layer itself: weight uint32
-    [N, K * bits / 32], scales and, in the mode "affine", biases [N, K / group_size]."""
+    """A layer's weights: as they are, float [N, K], in the mode "none"; or as from mx.quantize,
+    uint32 [N, K * bits / 32], with scales and, in the mode "affine", biases [N, K / group_size]. A
+    quantized layer itself has these too."""
 
     weight: Array
-    scales: Array
-    biases: Array | None
-    group_size: int
-    bits: int
-    mode: str = "affine"
+    scales: Array | None = None
+    biases: Array | None = None
+    group_size: int = 1
+    bits: int = 16
+    mode: str = "none"
 
 
 def small_qmm(x: Array, weights: Weights) -> Array:
@@ -241,28 +242,25 @@ def small_qmm(x: Array, weights: Weights) -> Array:
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
     multiplied one by one, as if each had an expert: several an M5 may multiply in TF32.
     """
-    one = replace(weights, weight=weights.weight[None], scales=weights.scales[None])
+    one = replace(weights, weight=weights.weight[None])
+    one.scales = None if weights.scales is None else weights.scales[None]
     one.biases = None if weights.biases is None else weights.biases[None]
     return small_qmm_experts(x, one, mx.zeros(len(x), mx.uint32))
-
-
-def small_mm(x: Array, weight: Array) -> Array:
-    """x weight^T, float32 [M, N] of x [M, K] and weight [N, K] float: products and sums in fp32,
-    one row at a time, as small_qmm."""
-    w, rows = weight.astype(mx.float32).T, x.astype(mx.float32)
-    return mx.concatenate([rows[i : i + 1] @ w for i in range(len(x))])
 
 
 def small_qmm_experts(x: Array, weights: Weights, chosen: Array, _: int = 0) -> Array:
     """float32 [R, N]: for each choice of an expert, uint32 `chosen` [R], the product of its row of
     x [R or a divisor, K] with that one of the weights [E, N, ...], as small_qmm. Choices that share
     a row are neighbours."""
+    rows = mx.repeat(x.astype(mx.float32), len(chosen) // len(x), axis=0)[:, None]
     scales, biases = weights.scales, weights.biases
+    if scales is None:
+        w = weights.weight.astype(mx.float32).swapaxes(-1, -2)
+        return mx.gather_mm(rows, w, rhs_indices=chosen)[:, 0]
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    rows = mx.repeat(x.astype(mx.float32), len(chosen) // len(x), axis=0)
     y = mx.gather_qmm(
-        rows[:, None],
+        rows,
         weights.weight,
         scales,
         biases,

@@ -12,11 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxspec.kernels import matmul
-from mlxspec.kernels.matmul import Choices
+from mlxspec.kernels.matmul import Choices, Format
 from mlxspec.kernels.metal import SMALLEST
+from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS
@@ -35,22 +36,21 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
     variant = KERNELS.variant(layer.case.name, prod(batch))
     if not (variant and _fits(layer, x)):
         return otherwise(x)
-    rows = x.reshape(-1, k)
-    if "scales" in layer:
-        y = matmul.small_qmm(rows.astype(layer.form.dtype), layer, variant == "matrix")
-    else:
-        y = matmul.small_mm(rows, layer.weight)
-    y = y.reshape(*batch, -1)
+    rows = x.reshape(-1, k).astype(layer.form.dtype)
+    y = matmul.small_qmm(rows, _weights(layer), variant == "matrix").reshape(*batch, -1)
     return y + layer["bias"] if "bias" in layer else y
 
 
 def _fits(layer: Any, x: Array) -> bool:
     """Whether MLX's result has the dtype of the layer's case."""
-    if "scales" not in layer:
-        return bool(x.dtype == layer.weight.dtype)
-    if layer.mode == "affine":  # scales and biases count in it
-        return bool(mx.result_type(x.dtype, layer.form.dtype) == layer.form.dtype)
-    return bool(x.dtype == layer.form.dtype)
+    form: Format = layer.form
+    if form.mode == "affine":  # scales and biases count in it
+        return bool(mx.result_type(x.dtype, form.dtype) == form.dtype)
+    return bool(x.dtype == form.dtype)
+
+
+def _weights(layer: Any) -> Any:
+    return layer if layer.form.quantized else Weights(layer.weight)
 
 
 class _Linear:
@@ -79,10 +79,12 @@ class KernelDenseEmbedding(_Tied, nn.Embedding):
     pass
 
 
-class KernelSwitchLinear(QuantizedSwitchLinear):
+class _Experts:
     """A product of experts. `case`: None until a step of a few rows is recorded, which shows how
-    many experts a row chooses, `top`."""
+    many experts a row chooses, `top`. `shape`: of the weights as floats."""
 
+    form: Format
+    shape: tuple[int, int, int]
     case: Case | None
     top: int
     _last: ClassVar[tuple[Array, Choices] | None] = None  # the layer's other products have the same
@@ -92,11 +94,8 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
         [R]."""
         if KERNELS.recorded is not None and not sorted_indices:
             self.top = indices.shape[-1]
-            experts, n, groups = self.scales.shape
             self.case = matmul.experts_case(
-                experts,
-                n,
-                groups * self.group_size,
+                *self.shape,
                 top=self.top,
                 form=self.form,
                 shared=x.shape[-3] == 1,
@@ -105,22 +104,31 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
         rows = ceil(indices.size / self.top)
         ours = self.case and KERNELS.variant(self.case.name, rows)
         if not (ours and _fits(self, x)):
-            return super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
-        last = KernelSwitchLinear._last
+            return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
+        last = _Experts._last
         if last is None or last[0] is not indices:
             last = indices, matmul.sorted_choices(indices.flatten())
-            KernelSwitchLinear._last = last
+            _Experts._last = last
         flat = x.reshape(-1, x.shape[-1]).astype(self.form.dtype)
-        weights: Any = self
-        y = matmul.small_qmm_experts(flat, weights, last[1], rows)
+        y = matmul.small_qmm_experts(flat, _weights(self), last[1], rows)
         y = y.reshape(*indices.shape, 1, -1)
-        return y + self["bias"][indices][..., None, :] if "bias" in self else y
+        layer: Any = self
+        return y + layer["bias"][indices][..., None, :] if "bias" in layer else y
+
+
+class KernelSwitchLinear(_Experts, QuantizedSwitchLinear):
+    pass
+
+
+class KernelDenseSwitchLinear(_Experts, SwitchLinear):
+    pass
 
 
 CLASSES: dict[Any, Any] = {
     nn.QuantizedLinear: KernelLinear,
     nn.QuantizedEmbedding: KernelEmbedding,
     QuantizedSwitchLinear: KernelSwitchLinear,
+    SwitchLinear: KernelDenseSwitchLinear,
     nn.Linear: KernelDense,
     nn.Embedding: KernelDenseEmbedding,
 }
@@ -131,33 +139,22 @@ def install(model: nn.Module) -> None:
     dtype = coarsest_dtype(model)
     for layer in model.modules():
         if type(layer) in CLASSES:
-            if "scales" in layer:
-                _install_quantized(layer, dtype)
-            else:
-                _install_dense(layer)
+            _install(layer, dtype)
 
 
-def _install_quantized(layer: Any, dtype: mx.Dtype) -> None:
+def _install(layer: Any, dtype: mx.Dtype) -> None:
     form = matmul.format_of(layer, dtype)
-    *_, n, groups = layer.scales.shape
+    last = layer.get("scales", layer.weight)
+    *lead, n, groups = last.shape
     k = groups * form.group_size
-    if not form.supported or k % 32 or layer.scales.size < SMALLEST:
-        return
-    if layer.get("global_scale") is not None:
+    if not form.supports(k) or last.size < SMALLEST or layer.get("global_scale") is not None:
         return
     layer.__class__ = CLASSES[type(layer)]
     layer.form = form
-    if isinstance(layer, KernelSwitchLinear):
-        layer.case, layer.top = None, 1
+    if lead:
+        layer.shape, layer.case, layer.top = (*lead, n, k), None, 1
     else:
         layer.case = matmul.small_qmm_case(n, k, form)
-
-
-def _install_dense(layer: Any) -> None:
-    n, k = layer.weight.shape
-    if layer.weight.dtype.size == 2 and k % matmul.RUN == 0 and n * k >= SMALLEST:
-        layer.__class__ = CLASSES[type(layer)]
-        layer.case = matmul.small_mm_case(n, k, layer.weight.dtype)
 
 
 def coarsest_dtype(model: nn.Module) -> mx.Dtype:

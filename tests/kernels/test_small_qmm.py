@@ -9,13 +9,14 @@ from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Rejected, relative_error
 from tests import metalsim
-from tests.kernels import FLOATS, on_simulator
+from tests.kernels import FLOATS, gather_mm, on_simulator
 
 ROUNDING = {mx.float32: 0.0, mx.float16: 2**-10, mx.bfloat16: 2**-7}  # one step of the result
 SUMMING = 1e-6  # of the sum of the products' magnitudes, in fp32
 ODD = 13  # columns: neither of a SIMD-group's nor of a threadgroup's count
 OTHERS = [(32, 3, "affine"), (64, 5, "affine"), (128, 6, "affine"), (64, 2, "affine")]
 OTHERS += [(32, 4, "mxfp4"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
+PLAIN = Format(16, 1, "none", mx.bfloat16)  # weights that are not quantized
 pytestmark = pytest.mark.usefixtures("device")
 
 
@@ -26,6 +27,8 @@ def some(
     x, w = (
         mx.array(rng.normal(size=(n, k)).astype(np.float32)).astype(dtype) for n in (rows, columns)
     )
+    if mode == "none":
+        return x, Weights(w)
     w, scales, *biases = mx.quantize(w, group, bits, mode=mode)
     return x, Weights(w, scales, biases[0] if biases else None, group, bits, mode)
 
@@ -49,18 +52,17 @@ def check(y: mx.array, x: mx.array, weights: Weights) -> None:
     want = reference.small_qmm(x, weights)
     assert y.dtype == x.dtype and y.shape == want.shape
     got, want = (np.array(a.astype(mx.float32)) for a in (y, want))
-    scales = weights.scales
-    if weights.biases is not None:
-        scales = scales.astype(mx.float32)
-    w = mx.dequantize(
-        weights.weight,
-        scales,
-        weights.biases,
-        weights.group_size,
-        weights.bits,
-        mode=weights.mode,
-        dtype=mx.float32,
-    )
+    w, scales = weights.weight.astype(mx.float32), weights.scales
+    if scales is not None:
+        w = mx.dequantize(
+            weights.weight,
+            scales if weights.biases is None else scales.astype(mx.float32),
+            weights.biases,
+            weights.group_size,
+            weights.bits,
+            mode=weights.mode,
+            dtype=mx.float32,
+        )
     allowed = SUMMING * np.abs(np.array(x.astype(mx.float32))) @ np.abs(np.array(w)).T
     assert (np.abs(got - want) <= allowed + ROUNDING[x.dtype] * np.abs(want)).all()
 
@@ -131,9 +133,9 @@ def test_weights_that_are_not_quantized(columns: int, k: int, dtype: mx.Dtype) -
 
     def run(rows: int, order: int = 0) -> mx.array:
         with metalsim.patch(order=order):
-            return matmul.small_mm(x[:rows], w)
+            return matmul.small_qmm(x[:rows], Weights(w))
 
-    whole, want = run(16, order=7), reference.small_mm(x, w)
+    whole, want = run(16, order=7), reference.small_qmm(x, Weights(w))
     allowed = SUMMING * mx.abs(x.astype(mx.float32)) @ mx.abs(w.astype(mx.float32)).T
     assert whole.dtype == dtype
     assert (mx.abs(whole - want) <= allowed + ROUNDING[dtype] * mx.abs(want)).all()
@@ -143,7 +145,8 @@ def test_weights_that_are_not_quantized(columns: int, k: int, dtype: mx.Dtype) -
 
 
 def test_a_case_of_weights_that_are_not_quantized() -> None:
-    case = matmul.small_mm_case(24, 96, mx.bfloat16)
+    case = matmul.small_qmm_case(24, 96, PLAIN)
+    assert case.name == "small_qmm 24x96 of bfloat16" and set(case.variants) == {"plain"}
     given = case.cut(case.inputs(1), 5)
     want = case.reference(*given)
     with metalsim.patch(checked=False):
@@ -176,6 +179,8 @@ def experts(
         (8, 224, 32, 4, "mxfp4", mx.float16),
         (5, 1152, 64, 6, "affine", mx.float32),
         (7, 544, 16, 4, "nvfp4", mx.bfloat16),
+        (6, 552, 1, 16, "none", mx.bfloat16),
+        (9, 104, 1, 16, "none", mx.float16),
     ],
 )
 def test_experts(
@@ -217,10 +222,11 @@ def test_an_expert_of_more_rows_than_a_launch_holds() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_case_of_experts(shared: bool) -> None:
-    form = Format(4, 32, "mxfp4", mx.bfloat16)
+@pytest.mark.parametrize("form", [Format(4, 32, "mxfp4", mx.bfloat16), PLAIN])
+def test_a_case_of_experts(form: Format, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "gather_mm", gather_mm)
     case = matmul.experts_case(40, 24, 96, 2, form, shared)
-    assert case.name == "small_qmm_experts 2 of 40x24x96 of mxfp4, bfloat16"
+    assert case.name == f"small_qmm_experts 2 of 40x24x96 of {form.name}"
     inputs = case.inputs(0)
     assert inputs[2].shape[0] == 32, "no more than 16 rows can choose"
     for rows in (1, 5, 16):

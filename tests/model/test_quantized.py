@@ -14,6 +14,7 @@ from mlxspec.kernels.verify import KERNELS, Case, Verdict
 from mlxspec.model import quantized
 from mlxspec.model.runner import Runner
 from tests import metalsim
+from tests.kernels import gather_mm
 from tests.support import tiny
 from tests.support.noisy_oracle import NoisyOracle
 from tests.support.parameter_rows import only
@@ -212,6 +213,7 @@ def test_a_format_that_no_kernel_has_is_mlxs() -> None:
             ("llama", 4, "nvfp4", "plain", 0.8),
             ("qwen3", 8, "mxfp8", "matrix", 0.0),
             ("llama", 16, "none", "plain", 0.8),
+            ("qwen3_moe", 16, "none", "plain", 0.8),
         ],
         1,
         2,
@@ -235,17 +237,20 @@ def test_tokens_are_those_of_plain_decoding(
         name: tiny.request(name, prompt, 10, temperature=temperature, seed=i)
         for i, (name, prompt) in enumerate(prompts.items())
     }
-    calls: list[str] = []
+    calls, ran = list[str](), list[str]()
 
-    def counted(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        return lambda *a, **k: [calls.append(""), stock(*a, **k)][1]
+    def counted(module: Any, name: str, into: list[str]) -> None:
+        product = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: [into.append(name), product(*a, **k)][1])
 
-    ran: list[mx.array] = []
-    product = matmul.small_mm
-    monkeypatch.setattr(matmul, "small_mm", lambda *a: [ran.append(a[0]), product(*a)][1])
-    monkeypatch.setattr(mx, "quantized_matmul", counted(mx.quantized_matmul))
+    counted(matmul, "small_qmm", ran)
+    counted(matmul, "small_qmm_experts", ran)
+    counted(mx, "quantized_matmul", calls)
+    if mode == "none":
+        monkeypatch.setattr(mx, "gather_mm", gather_mm)
     if way == "plain":  # experts have no other
-        monkeypatch.setattr(mx, "gather_qmm", counted(mx.gather_qmm))
+        counted(mx, "gather_qmm", calls)
+        counted(mx, "gather_mm", calls)
     with metalsim.patch(checked=False):
         plain = tiny.Plain(m)
         truth = {n: plain(r.prompt, 10, temperature, r.sampling.seed) for n, r in all_of.items()}
@@ -265,7 +270,8 @@ def test_tokens_are_those_of_plain_decoding(
             outputs = tiny.run(e, park)
             assert {n: tiny.tokens(outputs, n) for n in all_of} == truth
             assert 0 < liar.kept < liar.drafted
-            if mode == "none":  # MLX's product is no function to count; ours is
-                assert ran
-            else:
+            assert "small_qmm" in ran and ("small_qmm_experts" in ran) == kind.endswith(
+                ("oss", "moe")
+            )
+            if mode != "none":  # then MLX's product is no function to count
                 assert bool(calls) == parked

@@ -7,30 +7,31 @@ Beside mlx-vlm the logits are compared in tests/model/test_vision.py.
 import functools
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mlxspec.engine.engine import Engine
+from mlxspec.text.structured.loop_guard import LEAST, LoopGuard
 from mlxspec.types import Request
 from tests.support import disk_cache, tiny, vision
-from tests.support.drafters import attach, attach_head, copies
+from tests.support.drafters import OTHER_HEADS, attach, attach_head, copies
 from tests.support.noisy_oracle import NoisyOracle
 from tests.support.parameter_rows import diagonal, fewer, only
 
 N = 14
 BLOCK = 8
 VOCAB = 300  # of what texts have
-DRAFTERS = ["plain", "liar", "lookup", "suffix", "mtp", "eagle3"]
+DRAFTERS = ["plain", "liar", "lookup", "suffix"]
 LAYOUTS = [("mistral3", "rows"), ("mistral3", "gather"), ("pixtral", "rows"), ("qwen3_5", "rect")]
 LAYOUTS += [("qwen3_vl", "rows"), ("qwen3_vl", "gather"), ("gemma4", "rows")]
 LAYOUTS += [("qwen3_5_moe", "rect"), ("qwen3_vl_moe", "rows")]
-HEADS = {"mistral3": ("eagle3",), "qwen3_5": ("mtp", "eagle3"), "qwen3_vl": ("mtp", "eagle3")}
-
-
-PAIRS = [
-    (*layout, name) for layout in LAYOUTS for name in (*DRAFTERS[:4], *HEADS.get(layout[0], ()))
-]
+HALVES = ("mistral3-4bit", "rows")  # bf16 with 4-bit weights, as on a Mac
+OWN = {"mistral3": OTHER_HEADS, "qwen3_5": ["mtp", *OTHER_HEADS], "qwen3_vl": ["mtp", *OTHER_HEADS]}
+SMALL = [(*layout, "model") for layout in LAYOUTS if layout in (LAYOUTS[0], LAYOUTS[4])]
+PAIRS = [(*layout, name) for layout in LAYOUTS for name in (*DRAFTERS, *OWN.get(layout[0], ()))]
+PAIRS += [*SMALL, *((*HALVES, name) for name in DRAFTERS)]
 
 
 def engine(kind: str, layout: str, **options) -> Engine:
@@ -85,11 +86,12 @@ def truth(kind: str, layout: str, temperature: float) -> dict[str, list[int]]:
 
 def equip(e: Engine, name: str, all_of: dict[str, Request], told: dict[str, list[int]]):
     if name == "liar":
-        e.proposer = NoisyOracle({(r.prompt, 0): told[n] for n, r in all_of.items()})
-    elif name in ("mtp", "eagle3"):
+        known = {(r.prompt, i): told[n] for n, r in all_of.items() for i in range(r.n)}
+        e.proposer = NoisyOracle(known)
+    elif name in ("mtp", *OTHER_HEADS):
         attach_head(e, kind=name)
     elif name != "plain":
-        chain = attach(e, name)
+        chain = attach(e, name, tiny.model("llama"))
         for answer in told.values():
             copies(chain).corpus.add((), tuple(answer))
     if name == "lookup":
@@ -97,7 +99,15 @@ def equip(e: Engine, name: str, all_of: dict[str, Request], told: dict[str, list
     return all_of
 
 
+Answers = dict[str, list[list[int]]]
+
+
 def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int]) -> dict[str, list[int]]:
+    return {name: first for name, (first, *_) in answers(e, all_of, when).items()}
+
+
+def answers(e: Engine, all_of: dict[str, Request], when: dict[str, int]) -> Answers:
+    """All answers to each request."""
     for name, r in all_of.items():
         if name not in when:
             e.add(r)
@@ -108,7 +118,7 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int]) -> dict[s
                 e.add(all_of[name])
 
     outputs = tiny.run(e, join, last=max(when.values(), default=0))
-    return {name: tiny.tokens(outputs, name) for name in all_of}
+    return {n: [tiny.tokens(outputs, n, i) for i in range(r.n)] for n, r in all_of.items()}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +161,32 @@ def test_restart(kind: str, layout: str, name: str, tmp_path: Path) -> None:
         assert {n: tiny.tokens(outputs, n) for n in told} == told
         assert disk.close(5)
     assert disk.stats["disk_runs_found"] > 0 and e.counters["cached_tokens"] >= 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "kind, layout, name, temperature",
+    fewer(diagonal(PAIRS, [0.8, 0.0], every=13), 4, 2),
+)
+def test_choices_under_a_grammar(kind: str, layout: str, name: str, temperature: float) -> None:
+    """Several answers to a prompt with images, which end where a rule of their tokens says so."""
+    stop, favourite = 3, 7
+    all_of: dict[str, Request] = {}
+    want: Answers = {}
+    for i, (n, r) in enumerate(requests(kind, temperature).items()):
+        r = replace(r, n=1 + i % 3, stop_tokens=frozenset({stop}))
+        if i % 2:
+            r = replace(
+                r,
+                max_tokens=LEAST + 40,
+                sampling=replace(r.sampling, logit_bias=((favourite, 100.0),)),
+            )
+        all_of[n] = r = replace(r, grammar=partial(LoopGuard, stop, str, str))
+        want |= answers(engine(kind, layout, budget=256), {n: r}, {})
+        if i % 2:
+            assert all(answer[-1] == stop and len(answer) > LEAST for answer in want[n])
+    e = engine(kind, layout, blocks=256)
+    all_of = equip(e, name, all_of, {n: first for n, (first, *_) in want.items()})
+    assert answers(e, all_of, {"fork": 8, "two": 9}) == want
 
 
 @pytest.mark.parametrize("kind, layout", only(LAYOUTS, 0, 3, 5))

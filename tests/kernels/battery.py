@@ -83,8 +83,13 @@ def small_qmm() -> Iterator[Trial]:
             case = (5, 2), 13, 4 * max(group, 32), group, bits, mx.bfloat16
             yield partial(small_qmm_trial, *case, matrix, mode)
         if not matrix:
-            for case in ((5, 96, 32, 4, "mxfp4"), (9, 544, 32, 5, "affine")):
+            for case in (
+                (5, 96, 32, 4, "mxfp4"),
+                (9, 544, 32, 5, "affine"),
+                (6, 552, 1, 16, "none"),
+            ):
                 yield partial(qmm.test_experts, *case, mx.bfloat16, own=case[0] == 9)
+            yield partial(qmm.test_weights_that_are_not_quantized, 5, 1160, mx.float16)
             yield qmm.test_an_expert_of_more_rows_than_a_launch_holds
         x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
         yield partial(all_are_needed, partial(matmul.small_qmm, x, weights, matrix))

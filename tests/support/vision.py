@@ -21,7 +21,7 @@ from mlxspec.model.vision import FAMILIES, load_vision
 from mlxspec.model.vision.seam import Eyes
 from mlxspec.text.images import ImageReader, image_reader
 from mlxspec.types import Image, ImageSpan
-from tests.support import architectures
+from tests.support import architectures, tiny
 from tests.tiny_tokenizer import save_tokenizer
 
 KINDS = ("mistral3", "pixtral", "qwen3_5", "qwen3_vl", "gemma4")  # and Qwen's with experts
@@ -84,10 +84,15 @@ def config(kind: str) -> dict[str, Any]:
 
 
 def save(path: Path, kind: str) -> Path:
-    """A model directory with its tower in the same file as the text model."""
+    """A model directory with its tower in the same file as the text model; of a kind like
+    "mistral3-4bit" in bf16, with 4 bits for what language it has."""
+    four, kind = kind.endswith(tiny.FOUR), kind.removesuffix(tiny.FOUR)
     save_tokenizer(path)
     settings = config(kind)
     model = architectures.build(kind)
+    if four:
+        tiny.four_bits(model)
+        settings["quantization"] = {"group_size": 32, "bits": 4}
     mx.random.seed(5)
     tower = FAMILIES[kind](settings)
     tower.update(tree_map(_weight, tower.parameters()))

@@ -1,5 +1,5 @@
-"""What others published: bandwidths of Apple's chips, the cost of a verified row on them, speeds of
-models.
+"""What others published: bandwidths and rates of Apple's chips, the cost of a verified row on them,
+speeds of models.
 
 Rule: every figure has its source beside it, and none was measured by this project. A chip without a
 source is not here.
@@ -56,16 +56,51 @@ CHIPS: dict[str, tuple[float, str]] = {
     "M5 Pro": (307, M5_PRO),
     "M5 Max": (614, M5_PRO),
 }
+# TFLOPS in fp32, of the chip with all its GPU cores where its name has no number of them, and where
+# that was read; where "instead of" or "two" follows, by the cores from a chip of its generation.
+METAL_BENCHMARKS = "https://github.com/philipturner/metal-benchmarks"
+HMC = "https://hmc-tech.com/gpu"
+M5_RATE = f"{HMC}/apple-10-core-m5-vs-intel-uhd-620-1100mhz"
+RATES: dict[str, tuple[float, str]] = {
+    "M1": (2.62, METAL_BENCHMARKS),
+    "M1 Pro": (5.31, METAL_BENCHMARKS),
+    "M1 Max": (10.62, METAL_BENCHMARKS),
+    "M1 Ultra": (21.23, METAL_BENCHMARKS),
+    "M2": (3.58, METAL_BENCHMARKS),
+    "M2 Pro": (6.8, METAL_BENCHMARKS),
+    "M2 Max": (13.6, METAL_BENCHMARKS),
+    "M2 Ultra": (27.2, f"{METAL_BENCHMARKS}, two M2 Max"),
+    "M3": (3.58, f"{HMC}/apple_10_core_m3"),
+    "M3 Pro": (6.44, f"{HMC}/apple-32-core-m4-max-vs-apple-18-core-m3-pro"),
+    "M3 Max 30-core": (10.74, f"{HMC}/apple-8-core-m4-fl-vs-apple-30-core-m3-max"),
+    "M3 Max": (14.32, f"{HMC}/apple-32-core-m4-max-vs-apple-40-core-m3-max"),
+    "M3 Ultra": (
+        28.63,
+        f"{HMC}/apple-60-core-m3-ultra-vs-nvidia-geforce-rtx-3060, 80 cores instead of 60",
+    ),
+    "M4": (3.76, f"{HMC}/apple-10-core-m4-vs-apple-24-core-m1-max"),
+    "M4 Pro": (7.53, f"{HMC}/apple-20-core-m4-pro-vs-intel-hd-620-1000mhz"),
+    "M4 Max 32-core": (13.74, f"{HMC}/apple-32-core-m4-max-vs-apple-40-core-m3-max"),
+    "M4 Max": (
+        17.18,
+        f"{HMC}/apple-32-core-m4-max-vs-apple-40-core-m3-max, 40 cores instead of 32",
+    ),
+    "M5": (4.45, M5_RATE),
+    "M5 Pro": (8.9, f"{M5_RATE}, 20 cores instead of 10"),
+    "M5 Max": (17.8, f"{M5_RATE}, 40 cores instead of 10"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """What reading the weights costs with some rows, in units of one row: points (rows, cost) from
-    1 row up. `shared`: rows that go to the same expert read it once."""
+    1 row up. `shared`: rows that go to the same expert read it once, which costs `expert` times its
+    bytes."""
 
     points: tuple[tuple[int, float], ...]
     shared: bool
     source: str
+    expert: float = 1.0
 
     def at(self, rows: int) -> float:
         """Between two points on their line. Raises ValueError beyond the last one."""
@@ -89,6 +124,12 @@ CURVES: dict[str, Curve] = {
         ((1, 1), (8, 1), (9, 2), (16, 2), (17, 3), (24, 3), (25, 4), (32, 4)),
         True,
         "a kernel that reads every weight once for 8 rows, without other costs: an assumption",
+    ),
+    "m2pro-4bit": Curve(
+        ((1, 1), (2, 1.46), (4, 2.74), (8, 5.49), (16, 5.72)),
+        False,
+        "M2 Pro, 4 bits, whole steps of mlx-lm with a 4B model and as many requests, less what "
+        "each reads of its own: Locals 0.2.1's documentation",
     ),
     "m4pro-4bit": Curve(
         ((1, 1), (2, 1.03), (3, 1.22), (4, 1.47), (6, 2.07), (8, 2.69)),
@@ -122,13 +163,16 @@ CURVES: dict[str, Curve] = {
         "M5 Max, a 70B model, whole steps: https://github.com/ml-explore/mlx/pull/3791",
     ),
     "linear": Curve(
-        ((1, 1), (64, 64)), False, "every row reads all weights (MLX's affine matvec on M1 and M2)"
+        ((1, 1), (64, 64)),
+        False,
+        "every row reads all weights (MLX's affine matvec on M1): an assumption",
     ),
 }
-# MLX's own kernels, by the chip's generation and the bits of weights; not where nobody measured.
+# MLX's own kernels, by the chip's generation and the bits of weights; but for M1's, not where
+# nobody measured.
 STOCK = {
     ("M1", 4): "linear",
-    ("M2", 4): "linear",
+    ("M2", 4): "m2pro-4bit",
     ("M3", 4): "m3max-4bit",
     ("M4", 4): "m4pro-4bit",
     ("M4", 8): "m4pro-8bit",

@@ -5,17 +5,16 @@ it loads a model, speed by the roofline. Nothing here was run on a Mac.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from bench.chips import CHIPS, CURVES, STOCK
-from bench.heads import HALF, REACHED, WEIGHT, Head, Pairing, pairings
-from bench.roofline import CONFIGS, NOTE, Model, empty, head_speed, sized
+from bench.formula import Model, batch_speed, head_speed
+from bench.heads import HALF, REACHED, WEIGHT, Pairing, pairings
+from bench.sizes import read_config, sized
+from bench.tables import empty, show
 from mlxspec.engine.memory import HEADROOM, HEADROOM_PART
 from mlxspec.load.plan import LEAST_CONTEXT
 from mlxspec.model.cards import head_of
@@ -72,11 +71,6 @@ CHOICES = (
     Choice("mlx-community/Qwen3.6-35B-A3B-4bit", "qwen3.6-35b-a3b", 4, drafts="MTP"),
     Choice("mlx-community/Qwen3.8-27B-8bit", "qwen3.8-27b", 8, drafts="MTP"),
 )
-
-
-def read_config(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
-    return found
 
 
 def needed(model: Model, machine: int, head: float = 0.0) -> float:
@@ -136,8 +130,7 @@ def by_chip(models: dict[Choice, Model], chips: Sequence[str], context: int) -> 
 def cell(model: Model, choice: Choice, heads: Sequence[Pairing], chip: str, context: int) -> str:
     """Tokens/s without a head, and with it where its rows were measured on such a chip."""
     width = CHIPS[chip][0] * 1e9 * PLAIN[choice.config]
-    plain = Pairing(choice.config, choice.bits, Head(), "none", 0, 1.0, "")
-    text = f"{head_speed(model, plain, width, context, CURVES['ideal']):.0f}"
+    text = f"{batch_speed(model, 1, width, context, CURVES['ideal']):.0f}"
     if not heads:
         return text
     rows = STOCK.get((chip.split()[0], choice.bits))
@@ -155,11 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     models = {choice: sized(read_config(choice.config), choice.bits) for choice in CHOICES}
     made = by_chip(models, args.chips, args.context) if args.speeds else by_memory(models)
-    console = Console()
-    console.print(NOTE, style="bold")
-    whole = console.measure(made, options=console.options.update(max_width=10_000)).maximum
-    console.width = max(console.width, whole)
-    console.print(made)
+    show(made)
 
 
 if __name__ == "__main__":

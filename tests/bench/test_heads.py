@@ -1,19 +1,18 @@
 """Heads in the roofline: bytes against sums by hand, and the depth that is best."""
 
-import json
-
 import pytest
 
 from bench.chips import CURVES
+from bench.formula import Model, expected, fitted, head_speed
 from bench.heads import REACHED, Head, Pairing, eagle3, mtp, pairings, peagle, small
-from bench.roofline import CONFIGS, Model, expected, fitted, head_speed
+from bench.sizes import read_config
 
 IDEAL, LINEAR = CURVES["ideal"], CURVES["linear"]
 STEP = Model(dense=10 * 10**9, token=0)
 
 
 def text(name: str) -> dict:
-    config = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
+    config = read_config(name)
     return config.get("text_config", config)
 
 

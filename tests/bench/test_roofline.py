@@ -10,7 +10,10 @@ import pytest
 
 from bench import macs
 from bench.chips import CURVES
-from bench.roofline import NOTE, Model, main, sized, speed
+from bench.formula import Model, batch_speed, speed
+from bench.roofline import main
+from bench.sizes import sized
+from bench.tables import NOTE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/roofline.md"
 IDEAL, LINEAR = CURVES["ideal"], CURVES["linear"]
@@ -43,6 +46,13 @@ def test_speeds_by_hand() -> None:
     assert speed(made, 100, 0, 3, 2, LINEAR) == pytest.approx(5)
     assert speed(made, 100, 0, 3, 2, IDEAL, draft=1 / 3) == pytest.approx(10)
     assert speed(made, 100, 0, 3, 2, IDEAL, reached=0.8) == pytest.approx(16)
+
+
+def test_requests_share_the_weights_alone() -> None:
+    made = Model(dense=10 * 10**9, token=10**6, state=10**9)
+    assert batch_speed(made, 1, 1e11, 1000, IDEAL) == pytest.approx(100 / 13)
+    assert batch_speed(made, 8, 1e11, 1000, IDEAL) == pytest.approx(800 / 34)
+    assert batch_speed(made, 8, 1e11, 1000, LINEAR) == pytest.approx(100 / 13)
 
 
 @pytest.mark.slow

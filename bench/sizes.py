@@ -35,20 +35,40 @@ def read_config(name: str) -> dict[str, Any]:
     return found
 
 
+def unloaded(config: dict[str, Any], bits: int = 0) -> nn.Module:
+    """A model by mlx-lm's own code, quantized as sized says, whose weights nobody has computed."""
+    config = _with_bits(config, bits)
+    model = _built(config)
+    _quantize(model, config)
+    return model
+
+
+def _text_of(config: dict[str, Any]) -> dict[str, Any]:
+    return config | (config.get("text_config") or {})
+
+
+def _with_bits(config: dict[str, Any], bits: int) -> dict[str, Any]:
+    if not bits:
+        return config
+    config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    if bits != 16:
+        config["quantization"] = {"group_size": 64, "bits": bits}
+    return config
+
+
+def _built(config: dict[str, Any]) -> nn.Module:
+    text, classes = _text_of(config), _get_classes(config)
+    model: nn.Module = classes[0](classes[1].from_dict(config))
+    model.set_dtype(getattr(mx, text.get("torch_dtype") or text.get("dtype") or "bfloat16"))
+    return model
+
+
 def sized(config: dict[str, Any], bits: int = 0) -> Model:
     """A model's bytes, from mlx-lm's own code of it, built without weights. `bits` (4, 8; 16: none)
     replaces the config's quantization, in groups of 64. Raises ValueError where the config does not
     say enough."""
-    text = config | (config.get("text_config") or {})
-    if bits:
-        config = {
-            k: v for k, v in config.items() if k not in ("quantization", "quantization_config")
-        }
-        if bits != 16:
-            config["quantization"] = {"group_size": 64, "bits": bits}
-    classes = _get_classes(config)
-    model = classes[0](classes[1].from_dict(config))
-    model.set_dtype(getattr(mx, text.get("torch_dtype") or text.get("dtype") or "bfloat16"))
+    config = _with_bits(config, bits)
+    text, model = _text_of(config), _built(config)
     # A table of embeddings is read row by row, but wholly where it is the output too: where nothing
     # else is.
     found = dict(model.named_modules())

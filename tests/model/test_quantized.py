@@ -31,10 +31,29 @@ def quantized_model(kind: str, bits: int = 4, mode: str = "affine", **change: An
     m = tiny.model(kind, **change)
     if mode == "none":
         m.set_dtype(mx.bfloat16)
+    elif mode == "mixed":
+        nn.quantize(m, class_predicate=mixed)
     else:
         nn.quantize(m, 16 if mode == "nvfp4" else 32, bits, mode=mode)
     mx.eval(m.parameters())
     return m
+
+
+MIXED = {
+    "q_proj": {"bits": 8},
+    "k_proj": {"bits": 6},
+    "v_proj": {"mode": "mxfp4"},
+    "gate_proj": {"mode": "nvfp4", "group_size": 16},
+    "o_proj": {"bits": 5},
+    "up_proj": {"bits": 3},
+}
+
+
+def mixed(path: str, layer: nn.Module) -> Any:
+    """How each layer of a model is quantized, as files of mixed bits say it."""
+    if not hasattr(layer, "to_quantized"):
+        return False
+    return {"group_size": 32, "bits": 4} | MIXED.get(path.rpartition(".")[2], {})
 
 
 def recorded(call: Callable[[], Any]) -> list[Case]:
@@ -170,20 +189,7 @@ def test_cases_of_a_model() -> None:
 
 def test_layers_of_all_formats_in_a_model() -> None:
     """Each by its own; classes that are not MLX's keep their operation."""
-    m = tiny.model("llama")
-    how = {
-        "q_proj": {"bits": 8},
-        "k_proj": {"bits": 6},
-        "v_proj": {"mode": "mxfp4"},
-        "gate_proj": {"mode": "nvfp4", "group_size": 16},
-    }
-
-    def choose(path: str, x: nn.Module) -> Any:
-        if not hasattr(x, "to_quantized") or path.endswith("o_proj"):
-            return False
-        return {"group_size": 32, "bits": 4} | how.get(path.rpartition(".")[2], {})
-
-    nn.quantize(m, class_predicate=choose)
+    m = quantized_model("llama", mode="mixed")
     m.layers[0].mlp.up_proj.__class__ = type("Other", (nn.QuantizedLinear,), {})
     quantized.install(m)
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -212,6 +218,7 @@ def test_a_format_that_no_kernel_has_is_mlxs() -> None:
             ("llama", 3, "affine", "plain", 0.8),
             ("llama", 4, "nvfp4", "plain", 0.8),
             ("qwen3", 8, "mxfp8", "matrix", 0.0),
+            ("llama", 0, "mixed", "plain", 0.8),
             ("llama", 16, "none", "plain", 0.8),
             ("qwen3_moe", 16, "none", "plain", 0.8),
         ],

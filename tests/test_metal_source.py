@@ -24,7 +24,7 @@ REFUSED = {
     "lambda": r"\[[&=]?\]\s*\(",
     "register or asm": r"\b(?:register|asm)\b",
     "wide characters": r"\b(?:wchar_t|char16_t|char32_t)\b",
-    "header of C++": r"#\s*include\s*<(?!metal_)",
+    "header of C++": r"#\s*include\s*<(?!metal_|MetalPerformancePrimitives/)",
 }
 # Words that Metal takes for itself, here as the name of something.
 RESERVED = (

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
+from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name, has_tensors
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
@@ -26,8 +26,6 @@ SPAN = 256  # values of K that a SIMD-group reads at once; as in qmm_weights.met
 MAX_SPLIT = 8  # SIMD-groups that share K
 FILL = 2048  # SIMD-groups that keep a GPU busy: 25 for each core of the largest, not measured
 MAX_CASE_BYTES = 96 << 20  # of the weights in a case
-MATRIX_SIMDS = 4  # of a threadgroup with simdgroup_matrix
-MATRIX_COLUMNS = 16  # of such a threadgroup
 TOLERANCE = 1e-5  # for another order of summing
 # FORMAT in small_qmm.metal, and bits and group sizes of weights, by mx.quantize's mode
 FORMATS = {
@@ -78,13 +76,26 @@ SMALL_MM_EXPERTS = _over_choices("small_mm_experts", "w", _PLAIN)
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
     FILES,
-    "x w scales biases",
+    f"x {_ARRAYS}",
     outputs="y",
     body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; "
     + "small_qmm_matrix<M, BITS, GROUP, FORMAT>(x, x_shape[0], w, scales, biases, y, w_shape[0], "
     + "x_shape[1], "
     + _TILE,
 )
+
+SMALL_QMM_TENSOR = MetalKernel(
+    "small_qmm_tensor",
+    "qmm_weights tensor_qmm",
+    f"x {_ARRAYS}",
+    outputs="y",
+    body="threadgroup float shared[TENSOR_SPLIT * TENSOR_TILE]; "
+    + f"tensor_qmm({_QUANTIZED}, x, x_shape[0], y, w_shape[0], shared, "
+    + "threadgroup_position_in_grid.x, "
+    + _LANE,
+)
+# By the variant: a kernel, SIMD-groups and columns of a threadgroup, rows of the smallest instance
+TILED = {"matrix": (SMALL_QMM_MATRIX, 4, 16, 8), "tensor": (SMALL_QMM_TENSOR, 8, 32, 16)}
 
 
 def _split(n: int, k: int) -> int:
@@ -100,22 +111,22 @@ def _capacity(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
-    """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix, of
-    quantized weights."""
+def small_qmm(x: Array, weights: Weights, variant: str = "plain") -> Array:
+    """As reference.small_qmm in x's dtype, for 1 to ROWS rows; a `variant` of its case."""
     rows, columns = len(x), len(weights.weight)
     arrays, template = [x, *_arrays(weights)], _template(weights)
-    if not matrix:
+    if variant == "plain":
         kernel = SMALL_QMM if template else SMALL_MM
         return _over_lanes(kernel, arrays, (rows, columns), **template)
-    threads = 32 * MATRIX_SIMDS
-    return SMALL_QMM_MATRIX(
+    kernel, simds, width, least = TILED[variant]
+    threads = 32 * simds
+    return kernel(
         arrays,
-        (threads * ceil(columns / MATRIX_COLUMNS), 1, 1),
+        (threads * ceil(columns / width), 1, 1),
         (threads, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
-        M=_capacity(max(8, rows)),
+        M=_capacity(max(least, rows)),
         **template,
     )[0]
 
@@ -262,6 +273,14 @@ def format_of(layer: Any, dtype: mx.Dtype) -> Format:
     return Format(layer.bits, layer.group_size, layer.mode, dtype, numbers)
 
 
+def _variants(form: Format) -> list[str]:
+    """By which kernels a layer may be multiplied here."""
+    if not form.quantized:
+        return ["plain"]
+    tensors = form.dtype != mx.float32 and has_tensors()
+    return ["plain", *(name for name in TILED if name != "tensor" or tensors)]
+
+
 def small_qmm_case(n: int, k: int, form: Format) -> Case:
     """For weights [n, k] of this format. Columns beyond MAX_CASE_BYTES are left out, as far as this
     does not change the others' order of summing."""
@@ -271,9 +290,6 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
         x, *weights = arrays
         return multiply(x, form.weights(weights))
 
-    variants = {"plain": partial(run, small_qmm)}
-    if form.quantized:
-        variants["matrix"] = partial(run, partial(small_qmm, matrix=True))
     return Case(
         name=f"small_qmm {n}x{k} of {form.name}",
         rows=tuple(range(1, 1 + ROWS)),
@@ -286,8 +302,9 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
         ),
         stock=partial(_layer_by_mlx, form),
         reference=partial(run, reference.small_qmm),
-        variants=variants,
+        variants={way: partial(run, partial(small_qmm, variant=way)) for way in _variants(form)},
         tolerance=TOLERANCE,
+        exchangeable=True,
     )
 
 
@@ -326,6 +343,7 @@ def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: b
         variants={"plain": partial(run, small_qmm_experts)},
         tolerance=TOLERANCE,
         by_row=2,
+        exchangeable=True,
     )
 
 

@@ -66,3 +66,9 @@ def source(file: str) -> str:
 @cache
 def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
+
+
+def has_tensors() -> bool:
+    """Whether this GPU has neural accelerators, as MLX decides it: an M5 or later."""
+    architecture = str(mx.device_info().get("architecture"))
+    return bool(re.match(r"applegpu_g(17[^p]|1[89]|[2-9]\d)", architecture))

@@ -224,8 +224,8 @@ def paged_attention(a: Attention, attend: Any = None) -> Array:
 
 @dataclass(slots=True)
 class Weights:
-    """A layer's weights: as they are, float [N, K], in the mode "none"; or as from mx.quantize,
-    uint32 [N, K * bits / 32], with scales and, in the mode "affine", biases [N, K / group_size]. A
+    """A layer's weights: as they are, float [N, K]; or as from mx.quantize, uint32
+    [N, K * bits / 32], with scales and, in the mode "affine", biases [N, K / group_size]. A
     quantized layer itself has these too."""
 
     weight: Array
@@ -233,7 +233,7 @@ class Weights:
     biases: Array | None = None
     group_size: int = 1
     bits: int = 16
-    mode: str = "none"
+    mode: str = "affine"
 
 
 def small_qmm(x: Array, weights: Weights) -> Array:

@@ -41,9 +41,10 @@ class Case:
 
     `inputs(seed)` makes the arguments of `stock` (MLX's own op), `reference` and each of `variants`
     for the largest row count; the first `by_row` of them are sliced for fewer rows. `rows`, rising,
-    are the counts compared: a result's row must not depend on the count, to the bit. `raced`
-    (empty: all) are timed. `tolerance` bounds the largest difference relative to the largest value,
-    after one rounding to the inputs' dtype. At most about 256 MB of arrays are alive at once.
+    are the counts compared: a result's row must not depend on the count, to the bit, nor on its
+    place, if rows are `exchangeable`. `raced` (empty: all) are timed. `tolerance` bounds the
+    largest difference relative to the largest value, after one rounding to the inputs' dtype. At
+    most about 256 MB of arrays are alive at once.
     """
 
     name: str
@@ -55,10 +56,18 @@ class Case:
     tolerance: float
     by_row: int = 1
     raced: tuple[int, ...] = ()
+    exchangeable: bool = False
 
     def cut(self, inputs: Inputs, rows: int) -> Inputs:
         """The arguments for `rows` rows."""
-        return *(x[:rows] for x in inputs[: self.by_row]), *inputs[self.by_row :]
+        return self._each(inputs, slice(rows))
+
+    def turned(self, inputs: Inputs) -> Inputs:
+        """The arguments with the last row first."""
+        return self._each(inputs, slice(None, None, -1))
+
+    def _each(self, inputs: Inputs, rows: slice) -> Inputs:
+        return *(x[rows] for x in inputs[: self.by_row]), *inputs[self.by_row :]
 
 
 @dataclass(slots=True)
@@ -186,6 +195,10 @@ def compare(case: Case, call: Call, timer: Timer) -> None:
         mx.eval(inputs, want)
         (whole,), _ = timer.run(call, [inputs])
         relative_error(whole, want, case.tolerance, dtype=inputs[0].dtype)
+        if case.exchangeable:
+            (turned,), _ = timer.run(call, [case.turned(inputs)])
+            if not mx.array_equal(turned[::-1], whole):
+                raise Rejected("a row depends on its place")
         results, _ = timer.run(call, fewer)
         for rows in results:
             if not mx.array_equal(rows, whole[: len(rows)]):

@@ -37,7 +37,7 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
     if not (variant and _fits(layer, x)):
         return otherwise(x)
     rows = x.reshape(-1, k).astype(layer.form.dtype)
-    y = matmul.small_qmm(rows, _weights(layer), variant == "matrix").reshape(*batch, -1)
+    y = matmul.small_qmm(rows, _weights(layer), variant).reshape(*batch, -1)
     return y + layer["bias"] if "bias" in layer else y
 
 

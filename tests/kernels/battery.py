@@ -16,6 +16,7 @@ from tests import metalsim
 from tests.kernels import test_attention as attention
 from tests.kernels import test_sampling as draw
 from tests.kernels import test_small_qmm as qmm
+from tests.kernels import test_tensor_qmm as tensor
 
 Trial = Callable[[], None]
 STRICT = dict.fromkeys(["shift", "float-to-int-overflow", "benign-race"], "error")
@@ -94,8 +95,21 @@ def small_qmm() -> Iterator[Trial]:
                 yield partial(qmm.test_each_code_and_scale, *form, matrix)
             yield qmm.test_an_expert_of_more_rows_than_a_launch_holds
         x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
-        yield partial(all_are_needed, partial(matmul.small_qmm, x, weights, matrix))
+        yield partial(all_are_needed, partial(qmm.multiply, x, weights, matrix))
         yield partial(nothing_is_past_the_end, matrix)
+
+
+def tensor_qmm() -> Iterator[Trial]:
+    for columns, k, form, dtype, order, counts in (
+        (70, 640, (128, 4, "affine"), mx.bfloat16, 3, (5, 1)),
+        (33, 288, (32, 8, "affine"), mx.float16, 6, (16, 3)),
+        (13, 1216, (64, 5, "affine"), mx.bfloat16, 0, (9,)),
+        (32, 96, (32, 4, "mxfp4"), mx.float16, 4, (2,)),
+        (13, 352, (16, 4, "nvfp4"), mx.bfloat16, 1, (7,)),
+    ):
+        yield partial(tensor.rows_and_bytes, columns, k, form, dtype, order, counts)
+    x, weights = qmm.some(3, 33, 288, 32, 8, mx.float16)
+    yield partial(all_are_needed, partial(matmul.small_qmm, x, weights, "tensor"))
 
 
 def paged_attention() -> Iterator[Trial]:
@@ -147,4 +161,5 @@ BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {
     "sample_accept": sample_accept,
     "qmm_weights": small_qmm,
     "small_qmm": small_qmm,
+    "tensor_qmm": tensor_qmm,
 }

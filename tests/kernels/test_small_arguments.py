@@ -73,7 +73,8 @@ def test_attention_of_few_heads(seen: Any) -> None:
 def multiplies(seen: Any, rows: int, n: int, k: int, bits: int, matrix: bool) -> None:
     w, scales, biases = mx.quantize(mx.zeros((n, k)), 32, bits)
     if scales.size >= SMALLEST:  # as for a model's layers
-        matmul.small_qmm(mx.zeros((rows, k)), Weights(w, scales, biases, 32, bits), matrix)
+        variant = "matrix" if matrix else "plain"
+        matmul.small_qmm(mx.zeros((rows, k)), Weights(w, scales, biases, 32, bits), variant)
 
 
 def test_products_of_few_rows_and_columns(seen: Any) -> None:

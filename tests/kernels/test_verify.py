@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -125,6 +126,16 @@ def test_a_wrong_variant_is_rejected_and_the_other_wins(
     assert found.variant == "plain" and found.reason.startswith("matrix: ")
     alone = judge(case(clock, matrix=(1e-5, wrong)))
     assert not alone.variant and alone.reason == found.reason and not alone.gains
+
+
+def test_a_row_that_depends_on_its_place_is_wrong_where_rows_are_exchangeable(clock: Time) -> None:
+    def places(y: mx.array) -> mx.array:
+        return y * (1 + 1e-6 * mx.arange(len(y))[:, None])
+
+    made = case(clock, matrix=(1e-5, places), plain=(5e-4, same))
+    assert judge(made).variant == "matrix"
+    found = judge(replace(made, exchangeable=True))
+    assert found.variant == "plain" and found.reason.endswith("a row depends on its place")
 
 
 def test_of_two_variants_the_faster_is_used(clock: Time) -> None:

@@ -46,6 +46,8 @@ CHECKED = """
 -mllvm -asan-opt=0 -mllvm -asan-use-after-return=never
 """.split()
 UNCHECKED = ["-O2"]
+# Metal 4's own tensors have descriptors as template arguments, which C++17 has not.
+METAL_4 = ["-std=c++20", "-D__METAL_VERSION__=400"]
 
 POSITIONS = """
 thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threads_per_threadgroup
@@ -202,6 +204,7 @@ def compiled(text: str, checked: bool) -> Compiled:
     """Compiles, or takes from the cache. Raises MetalCompileError and toolchain.CompilerMissing."""
     tools = toolchain.find()
     flags = [*BASE, *KERNEL, *(CHECKED if checked else UNCHECKED)]
+    flags += METAL_4 if "MetalPerformancePrimitives" in text else []
     includes = [str(INCLUDE), mlx_headers()]
     key = digest(tools.version, sources(), text, *includes, *flags)
     if key in _loaded:

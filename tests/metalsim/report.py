@@ -36,6 +36,9 @@ KINDS = {
     19: "barrier-after-exit",
     20: "undefined-behaviour",
     21: "threadgroup-oob",
+    22: "tensor-lanes-missing",
+    23: "tensor-invalid-element",
+    24: "tensor-unwritten",
 }
 # What may be meant; every other kind is an error.
 WARNINGS = {
@@ -176,7 +179,11 @@ def told(error: abi.Err, code: Compiled, names: Sequence[Name]) -> str:
             f"{now} by {who} of {what} races with the {was} by threadgroup {error.tg2} thread {error.lane2}"
             f" at {code.elf.where(error.pc2)}"
         )
-    if kind == "simd-divergence":
+    if kind == "tensor-invalid-element":
+        return f"{who}: element {error.a} of {error.b}"
+    if kind == "tensor-unwritten":
+        return f"{who}: nobody has written column {error.a} of row {error.b}"
+    if kind in ("simd-divergence", "tensor-lanes-missing"):
         return (
             f"{who}: only lanes {error.a & 0xFFFFFFFF:#010x} of the SIMD-group reach this together"
         )

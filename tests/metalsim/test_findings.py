@@ -41,6 +41,18 @@ def test_memory_that_nobody_writes_is_not_optimised_away() -> None:
         run(f"threadgroup float s[64]; {WAIT} o[i] = s[l];")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "threadgroup float s[64]; s[l] = 1; threadgroup float* p = s; o[i] = p[l + 128];",
+        "threadgroup float s[64]; threadgroup float* p = s; p[l + 128] = 1; o[i] = s[l] = 1;",
+    ],
+)
+def test_what_lies_behind_all_threadgroup_memory_is_outside(body: str) -> None:
+    with pytest.raises(metalsim.MetalSimError, match="threadgroup-oob"):
+        run(body)
+
+
 def test_private_memory_holds_no_number_until_it_is_written() -> None:
     o = run("float a[4]; if (l != 1) a[l & 3] = 0; o[i] = a[l & 3];", n=2, group=2)
     assert mx.isnan(o).tolist() == [False, True]

@@ -40,7 +40,10 @@ enum Kind {
   FOREIGN_STACK,
   BARRIER_EXIT,
   UB_OTHER,
-  TG_OOB
+  TG_OOB,
+  TENSOR_LANES,
+  TENSOR_ELEMENT,
+  TENSOR_UNWRITTEN
 };
 struct Err {
   int kind;

@@ -128,6 +128,10 @@ extern "C" unsigned msim_lane() { return cur->idx & 31; }
 extern "C" void msim_report(int kind, const char* file, unsigned site, long a, long b) {
   add_err(kind, 0, 0, -1, 0, 0, file, site, a, b);
 }
+extern "C" unsigned msim_order() { return L->order_seed; }
+extern "C" void msim_tensor_element(unsigned i, unsigned capacity) {
+  add_err(TENSOR_ELEMENT, (u64)__builtin_return_address(0) - 1, 0, -1, 0, 0, 0, 0, i, capacity);
+}
 struct msim_xchg {
   u8* slots;
   u8* result;

@@ -118,6 +118,7 @@ static void threadgroup_access(Access x) {
   if (in < 0) {
     i64 off = near >= 0 ? (i64)(m - L->syms[near].lo) : 0;
     add_err(TG_OOB, x.pc, 0, near >= 0 ? 1000 + near : -1, off, x.n, 0, 0, x.write, 0);
+    if (x.write && x.addr >= __stop_msim_tg) abort_lane();  // the simulator's own variables lie there
     return;
   }
   x.off = (u64)x.addr - (u64)__start_msim_tg;
@@ -137,10 +138,12 @@ static void access(u64 a, u64 n, int write, int atomic, u64 pc) {
   Access x = {(u8*)a, 0, (u32)n, write, atomic, pc, DEVICE, -1};
   if (a >= (u64)arena && a < (u64)arena_end)
     device_access(x);
-  else if (tgsz && a >= (u64)__start_msim_tg && a < (u64)__stop_msim_tg)
-    threadgroup_access(x);
+  else if (tgsz && a >= (u64)__start_msim_tg && a < (u64)_end)
+    threadgroup_access(x);  // what lies behind it no kernel may touch
   else if (a >= (u64)__ehdr_start && a < (u64)_end) {
-    if (write) add_err(WRITE_CONST, pc, 0, -1, 0, n, 0, 0, 0, 0);
+    if (!write) return;
+    add_err(WRITE_CONST, pc, 0, -1, 0, n, 0, 0, 0, 0);
+    abort_lane();  // it may be a variable of the simulator's own
   } else if (a >= (u64)stacks && a < (u64)stacks + stacks_sz)
     add_err(FOREIGN_STACK, pc, 0, -1, 0, n, 0, 0, 0, 0);
   else {

@@ -1,0 +1,1 @@
+#include "msim/tensor.h"

@@ -6,9 +6,8 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 
 import asyncio
 import re
-import sys
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -34,6 +33,7 @@ from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.images import read_images
 from mlxspec.server.state import ServerState, TextModel, while_connected
 from mlxspec.text.images import Images, marker_of
+from mlxspec.text.messages import in_json_words
 from mlxspec.types import BACKGROUND, MAX_PRIORITY, Busy, shown
 
 MAX_VALUES = 1_000_000  # in a body, counted by commas and brackets: no context has more tokens
@@ -344,38 +344,41 @@ def validate(
             return kind.model_validate_json(raw, context=content)
         return kind.model_validate(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        for part in first["loc"]:
-            if isinstance(part, int):
-                at += f"[{part}]"
-            elif part.isidentifier() and part.islower():  # not pydantic's name of a type
-                at += f".{part}"
-        where = at.removeprefix(".")
-        if not where:
-            why = f"the body is not a JSON object: {first['msg']}"
-            raise ApiError(400, why, code="invalid_json") from error
-        if first["type"] == "missing":
-            raise invalid(where, f"{where} is missing; send it") from error
-        problem = first["msg"].removeprefix("Value error, ")
-        raise invalid_value(where, first["input"], problem) from error
+        raise _fault(error, at) from error
+
+
+def _fault(error: ValidationError, at: str) -> ApiError:
+    """The error for the first field that is wrong; of what a field may be, the form that fits
+    best."""
+    errors = error.errors(include_url=False)
+    of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(of_field, key=lambda each: (len(each["loc"]), each["type"] != "missing"))
+    where = _place(at, first["loc"])
+    if not where:
+        why = f"the body is not a JSON object: {first['msg']}"
+        return ApiError(400, why, code="invalid_json")
+    if first["type"] == "missing":
+        return invalid(where, f"{where} is missing; send it")
+    forms = [each["msg"] for each in errors if _place(at, each["loc"]) == where]
+    problem = " or ".join(dict.fromkeys(forms)).replace(" or Input should be ", " or ")
+    problem = problem.removeprefix("Value error, ")
+    if first["type"] != "literal_error":  # which lists what the API itself calls so
+        problem = in_json_words(problem)
+    return invalid_value(where, first["input"], problem)
+
+
+def _place(at: str, parts: tuple[int | str, ...]) -> str:
+    """The path of a part in a body, without pydantic's names of the alternatives."""
+    for part in parts:
+        if isinstance(part, int):
+            at += f"[{part}]"
+        elif re.fullmatch(r"[a-z0-9_]+", part) and part == in_json_words(part):
+            at += f".{part}"
+    return at.removeprefix(".")
 
 
 def invalid_value(where: str, value: Any, problem: str) -> ApiError:
     return invalid(where, f"{where} = {shown(value)}: {problem}")
-
-
-def memory_size(value: Any, limit: int) -> int:
-    """The bytes that a JSON value takes in memory; any number above `limit` if they are more than
-    that."""
-    size, stack = 0, [value]
-    while stack and size <= limit:
-        value = stack.pop()
-        size += sys.getsizeof(value)
-        if size <= limit and isinstance(value, Mapping):
-            stack += [*value, *value.values()]
-        elif size <= limit and isinstance(value, list | tuple):
-            stack += value
-    return size
 
 
 def _unknown(body: Strict, prefix: str = "") -> list[str]:

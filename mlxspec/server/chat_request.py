@@ -5,13 +5,13 @@ does not compile.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from mlxspec.server.body import memory_size
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Prepared
 from mlxspec.server.state import TextModel
@@ -76,6 +76,20 @@ class ChatRequest:
     budget: int | None = None
     kept: Json = field(default_factory=dict)
     images: Images = field(default_factory=dict)
+
+
+def memory_size(value: Any, limit: int) -> int:
+    """The bytes that a JSON value takes in memory; any number above `limit` if they are more than
+    that."""
+    size, stack = 0, [value]
+    while stack and size <= limit:
+        value = stack.pop()
+        size += sys.getsizeof(value)
+        if size <= limit and isinstance(value, Mapping):
+            stack += [*value, *value.values()]
+        elif size <= limit and isinstance(value, list | tuple):
+            stack += value
+    return size
 
 
 def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:

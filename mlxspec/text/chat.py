@@ -31,6 +31,7 @@ from mlxspec.text.messages import (
     canonical,
     check_tools,
     clean,
+    in_json_words,
     rejected,
 )
 from mlxspec.text.rewrites import GENTLE, Rewrite, apply_rewrites, rewrites_for, tools_as_text
@@ -283,7 +284,7 @@ def _render(tokenizer: Tokenizer, conversation: Conversation, generation_prompt:
         try:
             return _apply(tokenizer, variant, rewrites, generation_prompt)
         except Exception as error:  # a template raises whatever its author chose
-            reason = str(error).strip() or type(error).__name__
+            reason = in_json_words(str(error)).strip() or type(error).__name__
     why = f"do not fit: the model's chat template refuses them: {reason}; change roles or order"
     raise rejected("messages", why)
 

@@ -31,6 +31,17 @@ TYPE_NAMES = {
     type(None): "null",
     list: "array",
 }
+# Words of Python and pydantic in errors, and what a client is told instead.
+JSON_WORDS = {
+    r"\bstr\b": "string",
+    r"\b(int|float)\b": "number",
+    r"\bbool\b": "boolean",
+    r"\b[Ll]ist\b": "array",
+    r"\b[Dd]ict(ionary)?\b( or instance of \w+)?": "object",
+    r"\bNone(Type)?\b": "null",
+    r"Input tag .* tags: ": "its type should be one of ",
+    r"Unable to extract tag.*": "its type is missing; send it",
+}
 
 
 class RejectedRequest(InvalidRequest):
@@ -56,6 +67,13 @@ def rejected(field: str, why: str) -> RejectedRequest:
 def rejected_value(field: str, value: Any, why: str) -> RejectedRequest:
     """The error for a field, with its value."""
     return rejected(field, f"= {shown(value)} {why}")
+
+
+def in_json_words(error: str) -> str:
+    """An error of other code, in which types have their names in JSON."""
+    for pattern, word in JSON_WORDS.items():
+        error = re.sub(pattern, word, error)
+    return error
 
 
 def canonical(messages: Sequence[Any]) -> Messages:
@@ -104,7 +122,7 @@ def _message(message: Any, at: str) -> Json:
     if role == "assistant" and message.get("function_call"):  # the form before tools
         calls = [{"function": message["function_call"]}]
     if calls and (role != "assistant" or not isinstance(calls, list)):
-        raise rejected(f"{at}.tool_calls", "must be a list, in an assistant's message")
+        raise rejected(f"{at}.tool_calls", "must be an array, in an assistant's message")
     if calls:
         turn["tool_calls"] = [_call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(calls)]
     return turn
@@ -145,12 +163,12 @@ def _texts(content: Any, at: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise rejected_value(at, content, "is not text; send a string or a list of text parts")
+        raise rejected_value(at, content, "is not text; send a string or an array of text parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            why = "is no text, nor an image that can be seen; send {'type': 'text', 'text': ...}"
+            why = 'is no text, nor an image that can be seen; send {"type": "text", "text": ...}'
             raise rejected_value(f"{at}[{i}]", part, why)
         texts.append(part[kind])
     return texts

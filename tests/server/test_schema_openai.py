@@ -170,7 +170,7 @@ def test_wrong_values_are_refused_by_name(param: str, value: Any) -> None:
 def test_only_finite_numbers(name: str, value: str) -> None:
     shown = f'{{"5": {value}}}' if name == "logit_bias" else value
     error = refuse(Chat, f'{{"messages": [1], "{name}": {shown}}}'.encode())
-    assert error.code == "invalid_json" or error.param == name
+    assert error.code == "invalid_json" or error.param in (name, f"{name}.5")
 
 
 @pytest.mark.parametrize("kind", [Chat, Completion])

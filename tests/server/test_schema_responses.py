@@ -347,9 +347,9 @@ def test_tool_choice(value: Any, choice: Any) -> None:
     [
         ("any", "tool_choice"),
         (5, "tool_choice"),
-        ({"type": "web_search"}, "tool_choice"),
-        ({"type": "function"}, "tool_choice"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [PATCH]}, "tool_choice"),
+        ({"type": "web_search"}, "tool_choice.type"),
+        ({"type": "function"}, "tool_choice.name"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [PATCH]}, "tool_choice.type"),
     ],
 )
 def test_wrong_choices(value: Any, at: str) -> None:

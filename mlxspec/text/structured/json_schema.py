@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-from mlxspec.text.messages import as_list, rejected, rejected_value
+from mlxspec.text.messages import as_list, in_json_words, rejected, rejected_value
 from mlxspec.types import Json, shown
 
 Nodes = list[Json]
@@ -98,7 +98,8 @@ def checked_schema(schema: Any, where: str, lenient: bool = False) -> Json:
     try:
         copy = json.loads(json.dumps(schema, allow_nan=lenient))
     except (RecursionError, ValueError) as error:
-        raise rejected(where, f"is not a JSON schema: {error}; send an object") from error
+        why = in_json_words(str(error))
+        raise rejected(where, f"is not a JSON schema: {why}; send an object") from error
     if not isinstance(copy, dict):
         raise rejected_value(where, schema, "is not a JSON schema; send an object")
     if lenient:

@@ -42,6 +42,7 @@ VALUE_BYTES, OBJECT_BYTES = 64, 256  # memory of a value and an object or list, 
 LARGE = 1 << 18  # bytes; larger bodies are parsed on the text thread
 MAX_BODIES = 8  # of the largest size whose prompts are not ready, or smaller ones of as many bytes
 BODY_S = 60.0  # to receive a body
+COMPRESSED = 256  # bytes that are decompressed at a time, to 8 MB at most
 MAX_ITEMS = 10_000  # messages, input items or tools
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -266,31 +267,36 @@ async def _read(http: HttpRequest, data: bytearray, size: Size) -> None:
 
 
 def _decompressed(data: bytearray, encoding: str, limit: int) -> bytearray:
-    """A body that was sent compressed. Raises ApiError."""
-    text: Data
+    """A body that was sent compressed, in one or several parts. Raises ApiError."""
+    new: Callable[[], Any]  # makes the decoder of one part
+    match encoding:
+        case "zstd":  # Codex' requests
+            new = ZstdDecompressor().decompressobj
+        case "gzip" | "x-gzip" | "deflate":
+            new = partial(zlib.decompressobj, wbits=47)  # detects which
+        case "identity":
+            return data
+        case _:
+            why = f"content-encoding = {encoding[:64]!r}: send zstd, gzip or none"
+            raise ApiError(415, why)
+    text, decoder = bytearray(), new()
     try:
-        match encoding:
-            case "zstd":  # Codex' requests
-                text = (
-                    ZstdDecompressor().stream_reader(data, read_across_frames=True).read(limit + 1)
-                )
-            case "gzip" | "deflate":
-                decoder = zlib.decompressobj(wbits=47)  # detects which
-                text = decoder.decompress(data, limit + 1)
-                if not decoder.eof and len(text) <= limit:
-                    raise zlib.error("it is cut off")
-            case "identity":
-                text = data
-            case _:
-                why = f"content-encoding = {encoding[:64]!r}: send zstd, gzip or none"
-                raise ApiError(415, why)
+        for start in range(0, len(data), COMPRESSED):
+            piece: Data = data[start : start + COMPRESSED]
+            while piece:
+                if decoder.eof:
+                    decoder = new()
+                text += decoder.decompress(piece)
+                piece = decoder.unused_data
+                if len(text) > limit:
+                    why = f"larger than {limit >> 20} MiB when decompressed: send a smaller body"
+                    raise ApiError(413, why)
+        if not decoder.eof:
+            raise zlib.error("it is cut off")
     except (zlib.error, ZstdError) as error:
-        raise invalid(
-            "body", f"the body is not valid {encoding}: {error}; send it again"
-        ) from error
-    if len(text) > limit:
-        raise ApiError(413, f"larger than {limit >> 20} MiB when decompressed: send a smaller body")
-    return bytearray(text)
+        why = f"the body is not valid {encoding}: {error}; send it again"
+        raise invalid("body", why) from error
+    return text
 
 
 def parse(

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +44,7 @@ ALIASES = ("default", "local")
 FAMILIES = ("claude-", "gpt-", "text-embedding-")
 
 MAX_NAME = 200  # characters
+MAX_LISTED = 10  # names, where another is unknown
 
 Figures = Json  # figures of one generation, made by an Observer
 
@@ -180,8 +182,8 @@ class ServerState:
             raise ApiError(409, why, "model") from error
 
     def resolve_name(self, name: str | None) -> str:
-        """The name of the served model with this name, directory or hub id. Names built into agents
-        mean the default model. Raises ApiError 404."""
+        """The name of the served model with this name, directory or hub id, in capitals or not.
+        Names built into agents mean the default model. Raises ApiError 404."""
         served = self.served
         if name and name not in served:
             name = name.removesuffix(":latest")  # Ollama's clients add that
@@ -190,15 +192,21 @@ class ServerState:
         lenient = not self.config.strict_model_names and len(name or "") <= MAX_NAME
         if name is None or name in ALIASES or (lenient and name.lower().startswith(FAMILIES)):
             return self.worker.info.name
-        folder = folder_name(name)
+        wanted = name.lower()
+        folder = folder_name(wanted)
         for model, path in self.paths.items():
-            if model in served and (name == str(path) or folder in path.parts):
+            if model in served and (name == str(path) or folder in map(str.lower, path.parts)):
                 return model
-        same = [model for model in served if Path(model).name == name]
-        if len(same) == 1:  # without the publisher's name, as serve takes it
+        # Without the publisher's name too, as serve takes it.
+        same = [each for each in served if wanted in (each.lower(), Path(each.lower()).name)]
+        if len(same) == 1:
             return same[0]
-        names = ", ".join(map(repr, served))
+        wanted = wanted[:MAX_NAME]
+        near = sorted(served, key=lambda each: -SequenceMatcher(None, each.lower(), wanted).ratio())
+        names = ", ".join(map(repr, near[:MAX_LISTED]))
         why = f"no model {name[:MAX_NAME]!r} here; send {names} or 'default'"
+        if len(near) > MAX_LISTED:
+            why += f"; /v1/models lists all {len(near)}"
         raise ApiError(404, why, param="model", code="model_not_found")
 
     async def model(self, name: str | None) -> TextModel:

@@ -139,8 +139,43 @@ async def test_the_publisher_s_name_may_be_left_out(
     served = {"a/one": 1, "a/two": 2, "b/two": 3}
     monkeypatch.setattr(type(server.worker), "models", served)
     assert server.resolve_name("one") == server.resolve_name("one:latest") == "a/one"
-    with pytest.raises(ApiError, match="no model 'two' here; send 'a/one', 'a/two', 'b/two' or"):
+    with pytest.raises(ApiError, match="no model 'two' here; send 'a/two', 'b/two', 'a/one' or"):
         server.resolve_name("two")
+
+
+async def test_a_name_is_taken_in_other_letters(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = make().app.state.server
+    server.paths["C"] = tmp_path / "hub" / "models--HuggingFaceTB--SmolLM2" / "snapshots" / "1"
+    served = dict.fromkeys(("a/Qwen3-8B", "b/one", "B/ONE", "C", "a/Qwen3-8B:code"), 1)
+    monkeypatch.setattr(type(server.worker), "models", served)
+    for name, model in {
+        "A/QWEN3-8b": "a/Qwen3-8B",
+        "qwen3-8b": "a/Qwen3-8B",
+        "qwen3-8b:latest": "a/Qwen3-8B",
+        "QWEN3-8B:code": "a/Qwen3-8B:code",
+        "b/one": "b/one",
+        "B/ONE": "B/ONE",
+        "c": "C",
+        "huggingfacetb/smollm2": "C",
+    }.items():
+        assert server.resolve_name(name) == model
+    with pytest.raises(ApiError, match="no model 'b/One' here; send 'b/one', 'B/ONE', "):
+        server.resolve_name("b/One")
+
+
+async def test_few_of_many_models_are_named_the_nearest_first(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make().app.state.server
+    served = dict.fromkeys((*(f"a/model-{i}" for i in range(300)), "b/Llama-3-8B"), 1)
+    monkeypatch.setattr(type(server.worker), "models", served)
+    with pytest.raises(ApiError) as caught:
+        server.resolve_name("llama3:8b")
+    message = caught.value.message
+    assert message.startswith("no model 'llama3:8b' here; send 'b/Llama-3-8B', 'a/model-")
+    assert message.count("'a/model-") == 9 and message.endswith("; /v1/models lists all 301")
 
 
 async def test_a_tokenizer_loads_off_the_event_loop_and_once(

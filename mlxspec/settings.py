@@ -98,4 +98,4 @@ def checked(table: Mapping[str, Field[Any]], name: str, value: Any, source: str)
             return number
         if not choices and row.metadata["low"] <= number <= row.metadata["high"]:  # nor is nan
             return number
-    raise ConfigError(f"{source}: {name} = {value!r} is not allowed; give {limits(row)}")
+    raise ConfigError(f"{source}: {name} = {value!r:.80} is not allowed; give {limits(row)}")

@@ -10,7 +10,7 @@ import sys
 import time
 from base64 import b64encode
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,9 @@ from mlxspec.commands.options import Key, Url, server_of
 from mlxspec.commands.plain_output import PlainAnswer, dim, note, waiting
 from mlxspec.commands.terminal_input import HISTORY, no_echo, read_messages, split_messages
 from mlxspec.config import load
-from mlxspec.types import Json, printable
+from mlxspec.profiles import ROWS
+from mlxspec.settings import checked
+from mlxspec.types import Json, UserError, printable, shown
 
 HINT = "/help lists the commands; Ctrl-D or /exit ends the chat, Ctrl-C stops an answer"
 HELP = '''/model [NAME]        show the served models, or go on with that one
@@ -38,7 +40,7 @@ HELP = '''/model [NAME]        show the served models, or go on with that one
 """ begins and ends a message of several lines; a paste is one message. A
 message that begins with / needs a blank before it.'''
 COMMANDS = ("/help", *(line.split()[0] for line in HELP.splitlines() if line.startswith("/")))
-# Of the API's fields those that make sense here.
+# Of the API's fields those that make sense here. Numbers have the limits of a profile's table.
 FIELDS = (
     "temperature",
     "top_p",
@@ -57,6 +59,7 @@ FIELDS = (
     "loop_guard",
     "priority",
 )
+TEXTS = ("stop", "reasoning_effort")
 Pieces = Generator[tuple[str, str], None, None]  # what to show: kind and text
 LEAST_S = 0.1  # of an answer whose speed is told
 
@@ -95,7 +98,7 @@ def chat(
     """Chat with the running server: /help lists the commands, Ctrl-C stops an answer."""
     talk = new_chat(url, api_key, system, settings)
     if temperature is not None:
-        talk.fields["temperature"] = temperature
+        talk.set("temperature", str(temperature))
     when_loaded(lambda: talk.use(model), report=note)
     for file in image or ():
         talk.attach(str(file))
@@ -108,7 +111,7 @@ def new_chat(
     system: str,
     settings: list[str] | None,
 ) -> "Chat":
-    """A conversation as the options of a command say, without a model. Raises ClientError."""
+    """A conversation as the options of a command say, without a model. Raises UserError."""
     talk = Chat(server_of(url, api_key), system)
     for pair in settings or ():
         talk.set(*pair.partition("=")[::2])
@@ -137,11 +140,11 @@ def converse(talk: "Chat") -> None:
                 summary = talk.ask(text)
                 if interactive:
                     note(dim(summary))
-        except ClientError as error:
+        except UserError as error:
             if not interactive:
                 raise
             fix = ""
-            if error.code == "context_length_exceeded":
+            if isinstance(error, ClientError) and error.code == "context_length_exceeded":
                 fix = "; /reset starts a new conversation"
             note(f"error: {error}{fix}")
 
@@ -211,15 +214,15 @@ class Chat:
 
     def set(self, name: str, value: str) -> None:
         """Set a field of the next requests, or with "" leave it to the model. Raises
-        ClientError."""
+        UserError."""
         if name not in FIELDS:
             raise ClientError(f"there is no field {name!r}; give one of {', '.join(FIELDS)}")
-        self.fields.pop(name, None)
-        if value:
-            try:
-                self.fields[name] = json.loads(value)
-            except ValueError:
-                self.fields[name] = value
+        if not value:
+            self.fields.pop(name, None)
+        elif name in ROWS:
+            self.fields[name] = checked(ROWS, name, value, "/set")
+        else:
+            self.fields[name] = _parsed(name, value)
 
     def attach(self, file: str) -> None:
         """Send an image with the next message. Raises ClientError."""
@@ -344,6 +347,20 @@ class Answer:
             self.used = usage.get("prompt_tokens", 0) + self.tokens
             details = usage.get("completion_tokens_details") or {}
             self.loops = details.get("loops_ended", 0)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The value of a field that is no number. Raises ClientError."""
+    value: Any = None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+    if name in TEXTS:
+        return value if isinstance(value, str | list) else text
+    switch = name == "loop_guard"
+    if not isinstance(value, bool if switch else dict):
+        fix = "true or false" if switch else 'an object in JSON, such as {"a": 1}'
+        raise ClientError(f"/set: {name} = {shown(text)} is not allowed; give {fix}")
+    return value
 
 
 def _view() -> Any:

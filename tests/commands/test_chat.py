@@ -26,6 +26,9 @@ from rich.console import Console
 
 from mlxspec.commands import terminal_output
 from mlxspec.commands.chat import Chat
+from mlxspec.server.body import parse
+from mlxspec.server.openai.schema import Chat as Fields
+from mlxspec.types import UserError
 from tests.support.parameter_rows import only
 from tests.support.screen import shown
 
@@ -673,6 +676,83 @@ def test_another_model() -> None:
     assert server.asked == ["/v1/models/org/a%20b"] and server.bodies[0]["top_p"] == 0.5
     done = chat(server.url, "one\n", "--set", "topp=1")
     assert done.returncode == 2 and "there is no field 'topp'; give one of temp" in done.stderr
+
+
+SET = {  # what may be typed, and what is sent
+    "temperature": {"0": 0, "0.2": 0.2, "2": 2},
+    "top_p": {"1": 1, "0.95": 0.95},
+    "top_k": {"-1": -1, "40": 40},
+    "min_p": {"0.1": 0.1},
+    "max_tokens": {"1": 1, "4000": 4000},
+    "seed": {"0": 0, "7": 7},
+    "stop": {"END": "END", '"a b"': "a b", '["a", "b"]': ["a", "b"], "5": "5", "null": "null"},
+    "presence_penalty": {"-2": -2, "1.5": 1.5},
+    "frequency_penalty": {"-2": -2},
+    "repetition_penalty": {"1.1": 1.1},
+    "reasoning_effort": {"low": "low", '"low"': "low", "none": "none"},
+    "reasoning": {'{"effort": "low"}': {"effort": "low"}},
+    "chat_template_kwargs": {'{"a": true}': {"a": True}},
+    "response_format": {'{"type": "json_object"}': {"type": "json_object"}},
+    "loop_guard": {"false": False, "true": True},
+    "priority": {"-1000": -1000, "5": 5},
+}
+WORDS = ("hot", "[]", "{}", "true", "null", "nan", "1e999", '"1"', "1,5", "0x10", "9" * 5000)
+WRONG = {
+    **dict.fromkeys(("top_k", "max_tokens", "seed", "priority"), (*WORDS, "0.5", "1e30")),
+    "temperature": (*WORDS, "2.1", "-0.1"),
+    "top_p": (*WORDS, "1.1", "-1"),
+    "min_p": (*WORDS, "1.1"),
+    "presence_penalty": (*WORDS, "3"),
+    "frequency_penalty": (*WORDS, "-2.5"),
+    "repetition_penalty": (*WORDS, "0", "11"),
+    "loop_guard": ("maybe", "1", "[]", "null"),
+    **dict.fromkeys(
+        ("reasoning", "chat_template_kwargs", "response_format"),
+        ("json", "5", "[]", "true", "null", "{", "[" * 100_000),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_what_a_field_may_be_is_known_before_it_is_sent(name: str) -> None:
+    """A value that the server would refuse changes nothing, and the message says what may be."""
+    talk = Chat(("http://localhost", ""))
+    for typed, sent in SET[name].items():
+        talk.set(name, typed)
+        assert talk.fields == {name: sent} and type(talk.fields[name]) in (type(sent), float)
+    for typed in WRONG.get(name, ()):
+        with pytest.raises(UserError) as caught:
+            talk.set(name, typed)
+        assert talk.fields == {name: sent}
+        assert name in str(caught.value) and "give " in str(caught.value)
+        assert len(str(caught.value)) < 400
+    talk.set(name, "")
+    assert talk.fields == {}
+
+
+def test_what_may_be_set_the_server_takes() -> None:
+    for name, values in SET.items():
+        for sent in values.values():
+            said = [{"role": "user", "content": "a"}]
+            parse(Fields, json.dumps({"messages": said, name: sent}).encode())
+
+
+def test_set_says_what_is_needed(tmp_path: Path) -> None:
+    with serving(echo) as server:
+        with terminal(tmp_path, "chat", "--url", server.url) as t:
+            t.wait_for("> ")
+            t.type("/set temperature hot\n")
+            t.wait_for("\n")
+            told = " ".join(t.wait_for("> ").split())
+            assert "temperature = 'hot' is not allowed; give 0 to 2" in told
+            t.type("/set\n")
+            t.wait_for("\n")
+            assert "all fields are the model's own" in t.wait_for("> ")
+            assert t.end() == 0
+        for words in (("--set", "temperature=hot"), ("--temperature", "5")):
+            done = chat(server.url, "one\n", *words)
+            assert done.returncode == 2 and "0 to 2" in done.stderr
+        assert not server.bodies
 
 
 def test_interrupt_at_a_drawn_terminal(tmp_path: Path) -> None:

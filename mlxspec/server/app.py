@@ -96,7 +96,8 @@ async def prometheus(http: HttpRequest) -> Response:
 
 async def models(http: HttpRequest) -> Response:
     """OpenAI's list and Anthropic's in one."""
-    data = list(map(_model, http.app.state.server.served.values()))
+    state: ServerState = http.app.state.server
+    data = [_model(state, served) for served in state.served.values()]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
@@ -106,13 +107,15 @@ async def model(http: HttpRequest) -> Response:
     if not http.path_params["name"]:  # a slash too many
         return await models(http)
     name = state.resolve_name(http.path_params["name"])
-    return JSONResponse(_model(state.served[name]))
+    return JSONResponse(_model(state, state.served[name]))
 
 
-def _model(served: Served) -> Json:
-    """OpenAI's model object and Anthropic's in one, with the context under vLLM's name too, and the
-    model's status."""
+def _model(state: ServerState, served: Served) -> Json:
+    """OpenAI's model object and Anthropic's in one, with vLLM's names for the context and the model
+    that a profile is of, and the model's status."""
     info = served.info
+    profile = state.profiles.get(info.name)
+    root = profile.base if profile else info.name
     body = {
         "id": info.name,
         "object": "model",
@@ -121,6 +124,8 @@ def _model(served: Served) -> Json:
         "created": info.created,
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created)),
         "owned_by": "mlxspec",
+        "root": root,
+        "parent": None if root == info.name else root,
         "lifecycle": "active",
         "context_window": info.context,
         "max_model_len": info.context,
@@ -153,7 +158,7 @@ async def load(http: HttpRequest, body: Load, model: TextModel) -> Response:
     else:
         await server.worker.load(name, body.pin)
     seconds = round(time.monotonic() - began, 3)
-    return JSONResponse({**_model(server.served[model.name]), "seconds": seconds})
+    return JSONResponse({**_model(server, server.served[model.name]), "seconds": seconds})
 
 
 class Tokenize(Body, TemplateFields):

@@ -52,7 +52,10 @@ async def test_they_are_models_of_their_own(s: Server) -> None:
     assert [one["id"] for one in listed["data"]] == names
     assert (listed["first_id"], listed["last_id"]) == ("tiny", "other:x")
     base, code = listed["data"][:2]
-    assert code == base | {"id": "tiny:code", "display_name": "tiny:code"}
+    assert (base["root"], base["parent"]) == ("tiny", None)  # vLLM's fields
+    own = {"id": "tiny:code", "display_name": "tiny:code", "parent": "tiny"}
+    assert code == base | own and code["root"] == "tiny"
+    assert [one["parent"] for one in listed["data"]] == [None, "tiny", None, "other"]
     assert (await s.get("/v1/models/tiny:code")).json == code
     tags = [one["name"] for one in (await s.get("/api/tags")).json["models"]]
     assert tags == ["tiny:latest", "tiny:code", "other:latest", "other:x"]
@@ -61,7 +64,7 @@ async def test_they_are_models_of_their_own(s: Server) -> None:
     shown = (await s.post("/api/show", {"model": "tiny:code"})).json
     assert shown["model"] == "tiny:code" and "completion" in shown["capabilities"]
     refused = await s.chat(model="tiny:cod")
-    assert refused.status == 404 and "'tiny', 'tiny:code'" in refused.error["message"]
+    assert refused.status == 404 and "'tiny:code', 'tiny'" in refused.error["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)

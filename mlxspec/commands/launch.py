@@ -54,7 +54,7 @@ def settings_of(
         variables[variable] = Template(text).substitute(values)
         if text != "$key":
             public[variable] = variables[variable]
-    values["variables"] = json.dumps({"env": public})
+    values["variables"] = json.dumps({"env": public}, indent=2)
     return variables, [Template(text).substitute(values) for text in agent.get("flags", ())]
 
 

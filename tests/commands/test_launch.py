@@ -126,6 +126,7 @@ def test_the_printed_lines_do_the_same(name: str, env: dict[str, str]) -> None:
     begin = lines.index(f"{name} \\")
     assert shown.returncode == 0 and all(line.startswith("export ") for line in lines[:begin])
     assert lines[-1].endswith(""" -p 'it'"'"'s'""")
+    assert max(map(len, lines)) < 100  # also of what is one argument
     done = subprocess.run(["/bin/sh", "-c", shown.stdout], env=env, capture_output=True, text=True)
     own = {"PWD", "OLDPWD", "SHLVL", "_"}
     again = given(done)

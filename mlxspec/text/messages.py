@@ -220,6 +220,8 @@ def types_of(schema: Any, root: Any = None, seen: set[str] | None = None) -> set
     for part in further:
         allowed = types_of(part, root, seen)
         types = types & allowed or types or allowed
+    if types and schema.get("nullable") is True:
+        types.add("null")
     return types
 
 

@@ -146,7 +146,9 @@ async def test_tools_that_are_none(make: Callable[..., Server], tools: Any, para
 @pytest.mark.parametrize("choice", ["some", 5, {"type": "function"}, {"function": {"name": 5}}])
 async def test_a_choice_that_is_none(make: Callable[..., Server], choice: Any) -> None:
     answer = await make("x").chat(tools=TOOLS, tool_choice=choice)
-    assert answer.status == 400 and answer.error["param"] == "tool_choice"
+    assert answer.status == 400
+    within = ".function.name" if isinstance(choice, dict) else ""
+    assert answer.error["param"] == f"tool_choice{within}"
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 17])
@@ -222,7 +224,7 @@ async def test_allowed_tools_are_the_only_ones(make: Callable[..., Server], mode
         answer = await s.chat(
             tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": wrong}
         )
-        assert answer.status == 400 and answer.error["param"] == "tool_choice"
+        assert answer.status == 400 and answer.error["param"].startswith("tool_choice")
 
 
 STRINGS = {"type": "array", "items": {"type": "string"}}

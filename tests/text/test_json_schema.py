@@ -440,3 +440,114 @@ def test_other_tokenizers(made: dict[str, Grammars], kind: str) -> None:
             json_of(g, {"const": 5})
     else:
         assert "hello" in walk(g, json_of(g, {"const": "hello"}), 1)
+
+
+def says(g: Grammars, make: Any, said: str) -> bool:
+    """Whether an answer can be this text."""
+    matcher = make()
+    for token in encode(g.tokenizer, said, special=False):
+        if token not in ids(matcher.masks([])[0]):
+            return False
+        matcher.take([token])
+    return bool({*g.tokenizer.eos_token_ids} & {*ids(matcher.masks([])[0])})
+
+
+NULLABLE: list[tuple[Any, list[Any], list[Any]]] = [  # a schema, what it allows beside null, and not
+    ({"type": "string"}, ["x"], [5]),
+    ({"type": "integer", "minimum": 3}, [4], [2, "x"]),
+    ({"type": "boolean"}, [True], ["x"]),
+    ({"type": ["string", "integer"]}, ["x", 5], [True]),
+    ({"type": ["string", "null"]}, ["x"], [5]),
+    ({"type": "string", "enum": ["a", "b"]}, ["b"], ["c"]),
+    ({"enum": ["a", None]}, ["a"], ["c"]),
+    ({"type": "array", "items": {"type": "integer"}}, [[5]], [["x"], [None]]),
+    ({"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]}, [{"k": "x"}], []),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["x", 5], [True]),
+    ({"$ref": "#/$defs/color"}, ["red"], ["x", 5]),
+    ({"allOf": [{"type": "string"}]}, ["x"], [5]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "other", "wrong"), NULLABLE)
+def test_nullable_admits_null(made: Made, schema: Any, other: list[Any], wrong: list[Any]) -> None:
+    """OpenAPI's word, which Gemini's SDK writes too."""
+    inner = {"a": {**schema, "nullable": True}, "nullable": {"type": "string"}}
+    whole = {"type": "object", "properties": inner, "required": ["a"], "$defs": DEFS}
+    make = json_of(made["plain"], {**whole, "additionalProperties": False})
+    for value, allowed in ((None, True), *((v, True) for v in other), *((v, False) for v in wrong)):
+        assert says(made["plain"], make, json.dumps({"a": value})) == allowed, value
+    assert says(made["plain"], make, '{"a": null, "nullable": "x"}'), "a name is no keyword"
+    off = {"a": {**schema, "nullable": False}}
+    make = json_of(made["plain"], {**whole, "properties": off, "additionalProperties": False})
+    assert says(made["plain"], make, '{"a": null}') == (
+        "null" in str(schema) or None in schema.get("enum", [])
+    )
+
+
+@pytest.mark.parametrize(("schema", "other", "wrong"), NULLABLE)
+@pytest.mark.parametrize("strict", [False, True])
+def test_nullable_parameters(
+    made: Made, schema: Any, other: list[Any], wrong: list[Any], strict: bool
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {**schema, "nullable": True}},
+        "required": ["a"],
+        "nullable": True,  # the arguments are an object all the same
+        "$defs": DEFS,
+        "additionalProperties": False,
+    }
+    tool = {"name": "f", "parameters": parameters, "strict": strict}
+    some = [{"type": "function", "function": tool}]
+    for name in ("agent", "coder"):
+        g, seen = made[name], set()
+        calls = g.calls(some, None, True, "tool_choice")
+        compiled = g.compile(g.rules([calls.rule()]), False, "tool_choice", calls).result()
+        assert compiled.left_out == ()
+        for seed in range(60):
+            if "null" in seen and len(seen) > 1:
+                break
+            reader = OutputParser(g.tokenizer, some, False, constrained=True)
+            reader.feed(walk(g, compiled, seed, 12))
+            reader.finish()
+            value = json.loads(reader.calls[0].arguments)["a"]
+            seen.add(json.dumps(value))
+            jsonschema.validate(value, {"anyOf": [schema, {"type": "null"}], "$defs": DEFS})
+        assert "null" in seen and len(seen) > 1
+
+
+@pytest.mark.parametrize("schema", [{"nullable": "yes", "type": "string"}, {"nullable": 1}])
+def test_nullable_of_another_type_is_named(made: Made, schema: Any) -> None:
+    with pytest.raises(RejectedRequest, match="nullable"):
+        json_of(made["plain"], schema)
+
+
+SLASHED = [r"/^x$/i", r"/^x$/", "/^[a-z]+/u", r"/[a-z]+$/i", "/^a\nb$/gm"]
+
+
+@pytest.mark.parametrize("pattern", SLASHED)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_pattern_between_slashes(made: Made, pattern: str, named: bool) -> None:
+    """As JavaScript writes it: it means nothing in a schema, where flags cannot be given."""
+    word = "patternProperties" if named else "pattern"
+    schema = {word: {pattern: {}}} if named else {"type": "string", word: pattern}
+    whole: Any = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(RejectedRequest, match=f"has {word} = .*without slashes"):
+        json_of(made["plain"], whole)
+    for strict in (True, False):
+        tool = {"name": "f", "parameters": whole, "strict": strict}
+        some = [{"type": "function", "function": tool}]
+        g = made["agent"]
+        if strict:
+            with pytest.raises(RejectedRequest, match=r"tools\[f\].*without slashes"):
+                calls = g.calls(some, None, True, "tool_choice")
+                g.compile(g.rules([calls.rule()]), False, "tool_choice", calls).result()
+            continue
+        calls = g.calls(some, None, True, "tool_choice")
+        compiled = g.compile(g.rules([calls.rule()]), False, "tool_choice", calls).result()
+        assert compiled.left_out == (f"tools[f].{word}",)
+
+
+@pytest.mark.parametrize("pattern", ["^/api/v[0-9]/$", "/x/i", "/users/id", r"/a\$/i", "a/$"])
+def test_slashes_that_belong_to_a_pattern(made: Made, pattern: str) -> None:
+    json_of(made["plain"], {"type": "string", "pattern": pattern})

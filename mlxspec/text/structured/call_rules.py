@@ -209,7 +209,7 @@ def _schema_rule(schema: Json, function: Function) -> str:
 
 def _schema(function: Function) -> Json:
     """The schema of the arguments: an object, closed if it lists its properties."""
-    schema = {**(function.get("parameters") or {}), "type": "object"}
+    schema = {**(function.get("parameters") or {}), "type": "object", "nullable": False}
     if not is_strict(function):
         schema = normalized(schema)
     properties, required = (
@@ -242,7 +242,7 @@ def _words(schema: Json) -> list[str] | None:
     """The strings that a value must be one of; None if it may be any."""
     words = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
-        return words
+        return [*words, "null"] if schema.get("nullable") else words
     return None
 
 

@@ -33,6 +33,7 @@ STYLE = {
 }
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+SLASHED = re.compile(r"\A/\^|(?<!\\)\$/[a-z]*\Z")  # JavaScript's /^x$/i, which nothing matches
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
 ENDS_WORDS = re.compile(r"(?<!\\)(?:\\\\)*\\[bBAZz]")
 CLASSES = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")  # which Python has not
@@ -60,12 +61,11 @@ def loosen(schema: Json) -> list[str]:
     found = []
     for node in _schemas(schema):
         words = {word for word, fits in FITS.items() if word in node and not fits(node[word])}
-        if LOOKS_AROUND.search(str(node.get("pattern", ""))):
-            words.add("pattern")
-        names = node.get("patternProperties")
-        if isinstance(names, dict) and any(map(LOOKS_AROUND.search, names)):
-            # The names that the patterns allow must stay possible.
-            words |= {"patternProperties", "additionalProperties"} & node.keys()
+        for word, pattern in _patterns(node):
+            if LOOKS_AROUND.search(pattern) or SLASHED.search(pattern):
+                words.add(word)
+        if "patternProperties" in words:  # the names that these allow must stay possible
+            words |= {"additionalProperties"} & node.keys()
         words |= _uncounted(node)
         for word in words:
             del node[word]
@@ -75,21 +75,46 @@ def loosen(schema: Json) -> list[str]:
     return found
 
 
+def _patterns(node: Json) -> Iterator[tuple[str, str]]:
+    """The patterns of a schema, each with its keyword."""
+    if isinstance(pattern := node.get("pattern"), str):
+        yield "pattern", pattern
+    if isinstance(names := node.get("patternProperties"), dict):
+        for name in names:
+            yield "patternProperties", name
+
+
 def _uncounted(node: Json) -> set[str]:
     """The bounds of the number of properties that llguidance does not hold: with optional ones."""
-    names, required = node.get("properties"), node.get("required")
-    held = set(map(str, as_list(required)))
-    optional = isinstance(names, dict) and not set(names) <= held
-    if optional or not _can_count(node):
-        return {"minProperties", "maxProperties"} & node.keys()
-    return set()
+    names = node.get("properties")
+    if _can_count(node) and not (isinstance(names, dict) and names.keys() - _required(node)):
+        return set()
+    return {"minProperties", "maxProperties"} & node.keys()
 
 
 def _can_count(node: Json) -> bool:
     """Whether a least number of properties is held: names may come twice, but for required ones."""
-    least, required = node.get("minProperties"), node.get("required")
-    names = set(map(str, required)) if isinstance(required, list) else ()
-    return not _is_number(least) or least <= 1 + len(names)
+    least = node.get("minProperties")
+    return not _is_number(least) or least <= 1 + len(_required(node))
+
+
+def _required(node: Json) -> set[str]:
+    names = node.get("required")
+    return set(map(str, names)) if isinstance(names, list) else set()
+
+
+def _admit_null(node: Json, where: str) -> None:
+    """Read OpenAPI's `nullable`, which llguidance skips. Raises RejectedRequest."""
+    nullable = node.pop("nullable", False)
+    if not isinstance(nullable, bool):
+        raise rejected(where, f"has nullable = {shown(nullable)}; send true or false")
+    if not nullable:
+        return
+    if "type" in node and not node.keys() & {"const", "enum"}:
+        node["type"] = [*as_list(node["type"]), "null"]
+    else:
+        some = {word: node.pop(word) for word in [*node] if word not in NAMED}
+        node["anyOf"] = [some, {"type": "null"}]
 
 
 def checked_schema(schema: Any, where: str, lenient: bool = False) -> Json:
@@ -104,11 +129,13 @@ def checked_schema(schema: Any, where: str, lenient: bool = False) -> Json:
         raise rejected_value(where, schema, "is not a JSON schema; send an object")
     if lenient:
         loosen(copy)
+    for node in _schemas(copy):
+        _admit_null(node, where)
     nodes = list(_schemas(copy))
     copy.pop("$schema", None)  # may name a draft that llguidance does not know
     for node in nodes:
         _drop(node)
-    _check_numbers(nodes, where)
+    _check(nodes, where)
     return copy
 
 
@@ -195,8 +222,8 @@ def _walk(value: Any) -> Iterator[Any]:
             stack += value
 
 
-def _check_numbers(nodes: Nodes, where: str) -> None:
-    """Reject numbers that llguidance would read inexactly, and bounds that it does not count."""
+def _check(nodes: Nodes, where: str) -> None:
+    """Reject what llguidance would read inexactly, or does not count."""
     multiple = 1
     for node in nodes:
         for key in LOWER + UPPER:
@@ -214,6 +241,9 @@ def _check_numbers(nodes: Nodes, where: str) -> None:
         if not 1 <= multiple <= MAX_MULTIPLE:
             why = f"together the digits of all in a schema may make 1 to {MAX_MULTIPLE}"
             raise rejected(where, f"has multipleOf = {shown(step)}: {why}; leave it out")
+        for word, pattern in _patterns(node):
+            if SLASHED.search(pattern):
+                raise rejected(where, f"has {word} = {shown(pattern)}; send it without slashes")
         if not _can_count(node):
             least = shown(node["minProperties"])
             why = f"has minProperties = {least}, but names may come twice; use required"
@@ -277,6 +307,7 @@ FITS: dict[str, Callable[[Any], bool]] = {  # what a keyword's value has to be
     "required": _is_names,
     "properties": lambda value: isinstance(value, dict),
     "enum": lambda value: isinstance(value, list) and bool(value),
+    "nullable": lambda value: isinstance(value, bool),
     "pattern": _is_pattern,
     "multipleOf": _is_multiple,
     **dict.fromkeys((*LOWER, *UPPER), _is_finite),

@@ -32,8 +32,9 @@ from mlxspec.text.messages import TooLong, canonical, parameter_types, rejected
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import CompiledGrammar
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
-from mlxspec.text.structured.loop_guard import LoopGuard, asked_repeats, asked_tokens
+from mlxspec.text.structured.loop_guard import LoopGuard
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
+from mlxspec.text.structured.wishes import asked
 from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
 
@@ -288,21 +289,20 @@ def loop_guard(
     model: TextModel,
     body: Any,
     request: Request,
-    asked: str,
+    wish: str,
     shown: Callable[[], str],
 ) -> Callable[..., LoopGuard] | None:
     """The function that makes the loop guard of each choice, around another matcher if there is
-    one; None if it is off or nothing ends the answer. `asked`: the text that may name a number of
+    one; None if it is off or nothing ends the answer. `wish`: the text that may name a number of
     repetitions; `shown` returns all that the client sent."""
     wanted = model.server.config.loop_guard if body.loop_guard is None else body.loop_guard
     ends = sorted(request.stop_tokens & {*model.tokenizer.eos_token_ids})
     if not wanted or not ends:
         return None
-    decode, repeats = model.tokenizer.decode, asked_repeats(asked)
+    repeats, most = asked(wish)
     usual = model.tokenizer.eos_token_id  # of several, the one that ends a turn
     end = usual if usual in ends else ends[0]
-    most = asked_tokens(asked)
-    return partial(LoopGuard, end, shown, decode, repeats, most=most, forms={})
+    return partial(LoopGuard, end, shown, model.tokenizer.decode, repeats, most=most, forms={})
 
 
 def _shown(talk: Conversation) -> Callable[[], str]:

@@ -21,15 +21,13 @@ from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.text.structured.loop_guard import (
     LEAST,
-    MAX_ASKED,
     MAX_PERIOD,
     WINDOW,
     LoopGuard,
-    asked_repeats,
-    asked_tokens,
     tokens_of_loop,
 )
 from mlxspec.text.structured.thinking import ThinkingBudget
+from mlxspec.text.structured.wishes import MAX_ASKED, asked
 from tests.support.parameter_rows import diagonal
 
 END, CLOSE = 2, (5, 9)
@@ -230,7 +228,7 @@ ROW = "[" + ", ".join(["0"] * 40) + "],\n"
 def test_rows_that_are_asked_for_by_number(tokenizer: Any, wish: str, row: str, count: int) -> None:
     for times in (count, 9 * count):
         ids = tokenizer.encode(row * times, add_special_tokens=False)
-        made = replace(guard(repeats=asked_repeats(wish)), decode=tokenizer.decode)
+        made = replace(guard(repeats=asked(wish)[0]), decode=tokenizer.decode)
         assert (END in said(made, ids, most=70_000)) == (times > count)
 
 
@@ -239,18 +237,18 @@ def test_a_large_matrix_may_be_written(tokenizer: Any) -> None:
     wish = "Write a 64x64 matrix of zeros"
     ids = tokenizer.encode(("[" + ", ".join(["0"] * 64) + "],\n") * 600, add_special_tokens=False)
     whole = len(ids) * 64 // 600
-    assert MAX_ASKED < whole < asked_tokens(wish)
-    made = replace(guard(repeats=asked_repeats(wish)), decode=tokenizer.decode)
+    assert MAX_ASKED < whole < asked(wish)[1]
+    made = replace(guard(repeats=asked(wish)[0]), decode=tokenizer.decode)
     assert len(said(made, ids, most=len(ids))) < whole
-    made = replace(guard(repeats=asked_repeats(wish)), decode=tokenizer.decode)
-    answer = said(replace(made, most=asked_tokens(wish)), ids, most=len(ids))
+    made = replace(guard(repeats=asked(wish)[0]), decode=tokenizer.decode)
+    answer = said(replace(made, most=asked(wish)[1]), ids, most=len(ids))
     assert answer[-1] == END and whole < len(answer) < len(ids) // 2
-    assert asked_tokens("9000 zeros") == asked_tokens("a 16x16 matrix") == MAX_ASKED
+    assert asked("9000 zeros")[1] == asked("a 16x16 matrix")[1] == MAX_ASKED
 
 
 def test_what_the_prompt_asks_for_may_repeat() -> None:
     text = "Write 500 zeros, please."
-    assert asked_repeats(text) == 500
+    assert asked(text)[0] == 500
     row = noise(4)
     assert END not in said(guard(repeats=500), chain(islice(cycle(row), 500 * 4), noise(300)))
     endless = said(guard(repeats=500), cycle(row))
@@ -279,7 +277,7 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("2000 zeros", 2000),
         ("x² and ① of ³", 0),
         ("5 x " * 200, 0),
-        ("3 of 4. By then, 7 by the door", 7),
+        ("3 of 4. By then, 7 by the door", 0),
         ("buy x and y", 0),
         ("", 0),
         ("no number", 0),
@@ -321,10 +319,73 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("Plan 45 minutes for 30 people", 0),
         ("Write 1000000 zeros", 1_000_000),
         ("Write the word ha 500 times", 500),
+        ("print hello 500 times", 500),
+        ("a list of 300 zeros", 300),
+        ("count to 1000", 1000),
+        ("give me 200 rows of test data", 200),
+        ("1000 random digits", 1000),
+        ("Write the letter a 2000 times.", 2000),
+        ("I want 400 lines that say hi", 400),
+        ("Repeat the word ha five hundred times", 500),
+        ("Could you generate 250 empty JSON objects?", 250),
+        ("Please count from 1 to 600.", 600),
+        ("Output a CSV with 800 rows, all of them 0,0,0", 800),
+        ("say sorry 300x", 300),
+        ("Fill a 30x30 board with dots", 900),
+        ("make an array of length 700", 700),
+        ("list the first 500 even numbers", 500),
+        ("I need 150 copies of this line", 150),
+        ("two thousand zeros, nothing else", 2000),
+        ("Type 'no' 450 times in a row", 450),
+        ("Draw a line of 120 dashes", 120),
+        ("write 1k times the word test", 1000),
+        ("Return 300 nulls in a list", 300),
+        ("Echo this sentence exactly 100 times", 100),
+        ("a table with 60 rows and 4 columns, all n/a", 60),
+        ("Create 90 user records with the same name", 90),
+        ("Show me 350 stars", 350),
+        ("Write out 10000 zeros", 10000),
+        ("Produce a hundred blank lines", 100),
+        ("Now the same, but 250 of them: write them all", 250),
+        ("Give me a 12 by 12 identity matrix", 144),
+        ('Write "I will not talk in class" 200 times on the board', 200),
+        ("Room 4000 is cold", 0),
+        ("My flat number is 1204, who do I call?", 0),
+        ("It costs 4999 plus tax.", 0),
+        ("I paid 2500 for it, was that too much?", 0),
+        ("In 1066 William invaded England", 0),
+        ("The church was built in 1850 by monks.", 0),
+        ("nginx listens on 8080 and answers 502", 0),
+        ("I live at 1600 Pennsylvania Avenue", 0),
+        ("My id is 884213, is it valid?", 0),
+        ("Order 55012 has not arrived", 0),
+        ("Ticket 98765 was closed by mistake", 0),
+        ("What is the square root of 1024?", 0),
+        ("Is 7919 prime?", 0),
+        ("Highway 101 is closed today", 0),
+        ("Bus 400 does not stop here any more", 0),
+        ("The password is 123456, change it", 0),
+        ("Boeing 747 or Airbus 380?", 0),
+        ("Explain why postcode 90210 is famous", 0),
+        ("The population was 8000 then and is 12000 now", 0),
+        ("What is 12345 divided by 5?", 0),
+        ("Flight 1234 was late again, what now?", 0),
+        ("Fahrenheit 451 is a good book", 0),
+        ("Write a poem about room 4000", 0),
+        ("Write a story that is set in 1066", 0),
+        ("Invoice 48213 is overdue; write a reminder.", 0),
+        ("The year 2150 will be hot", 0),
+        ("gate 300, seat 214", 0),
+        ("Who lives in apartment 1500?", 0),
+        ("They say that model 9000 never fails", 0),
+        ("Keep going until you have written 400 of them", 400),
+        ("The hotel gave us room 1408 again", 0),
+        ("Is it true that 90% of 4000 is 3600?", 0),
+        ("My score of 1600 is the highest", 0),
     ],
 )
 def test_the_number_that_a_message_names(text: str, count: int) -> None:
-    assert asked_repeats(text) == count
+    assert asked(text)[0] == count
 
 
 def test_a_loop_in_the_reasoning_forces_its_end() -> None:

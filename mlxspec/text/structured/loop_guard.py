@@ -8,7 +8,7 @@ The model's own turns do not count, or each loop would allow a longer one in the
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -18,6 +18,7 @@ import numpy as np
 
 from mlxspec.text.structured.grammar import CLOSERS, QUOTE, GrammarMatcher, Vocabulary
 from mlxspec.text.structured.thinking import ThinkingBudget
+from mlxspec.text.structured.wishes import MAX_ASKED
 
 MAX_PERIOD = 400  # tokens
 LEAST, REPEATS = 200, 4  # tokens and periods of a loop
@@ -25,41 +26,6 @@ SURE, MORE_REPEATS = 1000, 12  # one of these too: Python's own sources repeat 8
 MAX_LOOPS = 4  # of an answer under a grammar
 WINDOW = 100  # tokens; more than may be in flight or drafted at once
 MAX_LISTED = 32  # different tokens of what a message asks for several times
-MAX_ASKED = 8000  # tokens of what it asks for
-CELL = 8  # tokens, the most of each cell of a shape
-MAX_CELLS = 1 << 14  # of a shape; what has more is a resolution
-YEARS = {*range(1901, 2000), *range(2001, 2100)}  # which are no number of repetitions
-MAX_WISH = 1000  # characters of a message; of a longer one only its ends are read
-NAMED = (
-    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-    " sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
-)
-WORDS = {word: i if i < 20 else 10 * i - 180 for i, word in enumerate(NAMED.split(), 1)}
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "k": 1000, "million": 1_000_000}
-TIMES = {"by", "\u00d7"}  # between the numbers of a shape
-# Words before the name of something, which is no number of repetitions.
-IDS = frozenset(
-    "chapter code commit din error http id iso issue line page pid port pr rfc section sha status"
-    " step ticket timeout version windows year".split()
-)
-# Words behind the number of what is not written so often.
-UNITS = frozenset(
-    "words seconds minutes hours days weeks months years people persons users students employees"
-    " dollars euros pounds usd eur km miles meters metres kg kb mb gb ms percent degrees".split()
-)
-# What a number looks like in a shape, a range, "500x"; 0x10 is none.
-SHAPE = re.compile(r"(?<=\d)(?<!\b0)[ \t]*[x\u00d7*][ \t]*(?=\d)")
-RANGE = re.compile(r"(?<![\w-])(\d+)[-\u2013](?=\d+(?![\w-]))")
-FACTOR = re.compile(r"\bx(?=\d)|(?<=\d)x\b")
-# In a long message only a sentence like this names a number.
-ASKS = re.compile(
-    r"\b(?:create|draw|fill|generate|give|list|make|output|print|produce|repeat|say|write)\b"
-)
-SENTENCE = re.compile(r"(?<=[.!?])\s|\n")
-WISH = re.compile(
-    r"(?<![\w.,$\u20ac\u00a3#/@^+\\-])(?<!\d[:'])(?:\d{1,3}(?:[.,_' \u00a0\u202f]\d{3})+|\d{1,9})"
-    r"(?=k\b|(?![\w/@^\\]|[.,:'-]\d| ?[%$\u20ac\u00a3]))|[^\W\d_]+|[\u00d7.;:!?]"
-)
 MAX_SHOWN = 1 << 20  # characters at the end of what the client sent that are compared
 MAX_LINES = 1 << 16  # of these, without what a tool puts before them
 MAX_RUNS = 1000  # stretches of it
@@ -73,48 +39,6 @@ UNICODE = re.compile(r"\\u([\da-fA-F]{4})")
 ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": ""}
 ESCAPES |= {"&lt;": "<", "&gt;": ">", "&quot;": '"', "&#39;": "'", "&amp;": "&"}
 Forms = list[np.ndarray]
-
-
-def asked_repeats(text: str) -> int:
-    """The largest number in a message, as in "write 1,000 zeros" and "five hundred zeros", or the
-    product of a shape, as in "16x16"."""
-    return max((count for count, _ in _numbers(text)), default=0)
-
-
-def asked_tokens(text: str) -> int:
-    """The most tokens of a repetition that a message asks for."""
-    cells = max((count for count, is_shape in _numbers(text) if is_shape), default=0)
-    return max(MAX_ASKED, min(4 * MAX_ASKED, CELL * cells))
-
-
-def _numbers(text: str) -> Iterator[tuple[int, bool]]:
-    """The numbers that may be asked for, and whether each is of a shape."""
-    text = text.lower()
-    if len(text) > MAX_WISH:
-        ends = SENTENCE.split(f"{text[:MAX_WISH]}\n{text[-MAX_WISH:]}")
-        text = "\n".join(filter(ASKS.search, ends))
-    text = FACTOR.sub(" ", RANGE.sub(r"\1 to ", SHAPE.sub(" \u00d7 ", text)))
-    number, shape, before = 0, 1, ""
-    parts = [*WISH.findall(text), "", ""]
-    for part, after in pairwise(parts):
-        named = before in IDS and after != "times"
-        digits = "" if named else re.sub(r"\D", "", part)
-        before = before if part == ":" else part
-        if part in WORDS:
-            number += WORDS[part]
-        elif part in SCALES:
-            last = number % SCALES[part]
-            number += (last or 1) * SCALES[part] - last
-        elif part in TIMES and number:
-            shape, number = shape * number, 0
-        elif part not in ("and", "a"):
-            if number or not digits:
-                count = shape * (number or shape > 1)
-                counts = count not in YEARS and part not in UNITS
-                if count <= MAX_CELLS if shape > 1 else counts:
-                    yield count, shape > 1
-                shape = 1
-            number = int(digits or 0)
 
 
 def tokens_of_loop(period: int) -> int:

@@ -64,7 +64,9 @@ def format_value(row: Field[Any], value: Any) -> str:
             return str(row.metadata["choices"][not value])
         case tuple():
             return ",".join(value)
-    return str(value).removesuffix(".0")
+        case float():
+            return str(value).removesuffix(".0")
+    return str(value)
 
 
 def limits(row: Field[Any]) -> str:

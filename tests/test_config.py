@@ -203,6 +203,8 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
 def test_as_flags_reads_back(tmp_path: Path) -> None:
     assert as_flags(Config()) == ""
     assert as_flags(load({"kv_bits": "4"}, {}, file(tmp_path, ""))) == "--kv-bits 4"
+    for host in ("0.0.0.0", "10.0.0.0"):
+        assert as_flags(Config(host=host)) == f"--host {host}"
     config = Config(
         model="/a model", layout="rows", kv_blocks=900, allowed_hosts=("a", "b"), drain_s=2.5
     )

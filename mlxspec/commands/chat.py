@@ -207,7 +207,7 @@ class Chat:
         if not value:
             self.fields.pop(name, None)
         elif name in ROWS:
-            self.fields[name] = checked(ROWS, name, value, "/set")
+            self.fields[name] = checked(ROWS, name, value, "/set needs a number")
         else:
             self.fields[name] = _parsed(name, value)
 

@@ -164,7 +164,7 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     from mlxspec.server.app import create_app
 
     if words := as_flags(config):
-        announce(f"mlxspec serve {words}")
+        log.info("settings: %s", words)
     paths = {other.name: other.path for other in others}
     return create_app(worker, chosen.tokenizer, chosen.path, config=config, others=paths)
 

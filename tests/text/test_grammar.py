@@ -193,7 +193,7 @@ def test_a_token_that_does_not_fit_is_an_error(agent: Grammars) -> None:
         ({"if": {}, "then": {}}, '"if"'),
         ({"type": "strin"}, "strin"),
         ({"type": "string", "format": "nope"}, "nope"),
-        ({"type": "string", "pattern": "("}, "regex"),
+        ({"type": "string", "pattern": "("}, "pattern"),
         ({"$ref": "#/$defs/none"}, "none"),
         ({"$ref": "https://example.com/x.json"}, "example.com"),
         ({"type": "object", "patternProperties": 5}, "patternProperties"),

@@ -522,6 +522,22 @@ def test_nullable_of_another_type_is_named(made: Made, schema: Any) -> None:
         json_of(made["plain"], schema)
 
 
+def test_what_means_nothing_is_refused_with_its_value(made: Made) -> None:
+    """Also what llguidance skips, as a bound of draft 4."""
+    for word, value in (
+        ("exclusiveMinimum", True),
+        ("maxLength", -1),
+        ("maxLength", 10**30),
+        ("pattern", r"\bfoo"),
+        ("required", "a"),
+    ):
+        with pytest.raises(RejectedRequest) as caught:
+            json_of(made["plain"], {"type": "object", "properties": {"a": {word: value}}})
+        assert str(caught.value).startswith(f"f has {word} = {json.dumps(value)}, which cannot be")
+    for schema in ({"maxLength": (1 << 31) - 1}, {"pattern": r"^(?<year>\d{4})\u{2d}$"}):
+        json_of(made["plain"], {"type": "string", **schema})
+
+
 SLASHED = [r"/^x$/i", r"/^x$/", "/^[a-z]+/u", r"/[a-z]+$/i", "/^a\nb$/gm"]
 
 
@@ -532,14 +548,14 @@ def test_a_pattern_between_slashes(made: Made, pattern: str, named: bool) -> Non
     word = "patternProperties" if named else "pattern"
     schema = {word: {pattern: {}}} if named else {"type": "string", word: pattern}
     whole: Any = {"type": "object", "properties": {"a": schema}}
-    with pytest.raises(RejectedRequest, match=f"has {word} = .*without slashes"):
+    with pytest.raises(RejectedRequest, match=f"f has {word} = .*cannot be enforced"):
         json_of(made["plain"], whole)
     for strict in (True, False):
         tool = {"name": "f", "parameters": whole, "strict": strict}
         some = [{"type": "function", "function": tool}]
         g = made["agent"]
         if strict:
-            with pytest.raises(RejectedRequest, match=r"tools\[f\].*without slashes"):
+            with pytest.raises(RejectedRequest, match=rf"tools\[f\].* has {word} = "):
                 calls = g.calls(some, None, True, "tool_choice")
                 g.compile(g.rules([calls.rule()]), False, "tool_choice", calls).result()
             continue

@@ -201,9 +201,9 @@ def _schema_rule(schema: Json, function: Function) -> str:
     enforced, and one that cannot be compiled for what cannot be read. Raises RejectedRequest."""
     try:
         return json_rule(schema, parameters_of(function), lenient=not is_strict(function))
-    except RejectedRequest:
+    except RejectedRequest as error:
         if is_strict(function):
-            raise
+            raise RejectedRequest(error.field, f"{error}, or strict") from error
         return f"%json {json.dumps({'type': 'unreadable', 'schema': schema})}"
 
 

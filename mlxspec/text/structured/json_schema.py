@@ -33,12 +33,13 @@ STYLE = {
 }
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-SLASHED = re.compile(r"\A/\^|(?<!\\)\$/[a-z]*\Z")  # JavaScript's /^x$/i, which nothing matches
-LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # not possible in an automaton
+# What no automaton can do: to look around, or back; and JavaScript's /^x$/i, which matches nothing.
+BEYOND = re.compile(r"\(\?<?[=!]|\\[1-9]|\A/\^|(?<!\\)\$/[a-z]*\Z")
 ENDS_WORDS = re.compile(r"(?<!\\)(?:\\\\)*\\[bBAZz]")
-CLASSES = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")  # which Python has not
+# What Python writes in another way, or has not.
+FOREIGN = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])|\\[ux]\{[^}]*\}|\?<(?=\w)")
 COUNTS = "minLength maxLength minItems maxItems minProperties maxProperties".split()
-MAX_COUNT = 1 << 24  # of characters, items or properties
+MAX_COUNT = 1 << 31  # of characters, items or properties
 REMARKS = {"default", "example", "examples"}
 TYPES = frozenset("string number integer boolean array object null".split())
 KEPT = {"const", "default"}  # keywords that may be null
@@ -60,13 +61,7 @@ def loosen(schema: Json) -> list[str]:
     they are written; returns them."""
     found = []
     for node in _schemas(schema):
-        words = {word for word, fits in FITS.items() if word in node and not fits(node[word])}
-        for word, pattern in _patterns(node):
-            if LOOKS_AROUND.search(pattern) or SLASHED.search(pattern):
-                words.add(word)
-        if "patternProperties" in words:  # the names that these allow must stay possible
-            words |= {"additionalProperties"} & node.keys()
-        words |= _uncounted(node)
+        words = _faults(node)
         for word in words:
             del node[word]
         for word in REMARKS & node.keys():  # they constrain nothing, but may hold what JSON has not
@@ -75,40 +70,29 @@ def loosen(schema: Json) -> list[str]:
     return found
 
 
-def _patterns(node: Json) -> Iterator[tuple[str, str]]:
-    """The patterns of a schema, each with its keyword."""
-    if isinstance(pattern := node.get("pattern"), str):
-        yield "pattern", pattern
-    if isinstance(names := node.get("patternProperties"), dict):
-        for name in names:
-            yield "patternProperties", name
-
-
-def _uncounted(node: Json) -> set[str]:
-    """The bounds of the number of properties that llguidance does not hold: with optional ones."""
-    names = node.get("properties")
-    if _can_count(node) and not (isinstance(names, dict) and names.keys() - _required(node)):
-        return set()
-    return {"minProperties", "maxProperties"} & node.keys()
-
-
-def _can_count(node: Json) -> bool:
-    """Whether a least number of properties is held: names may come twice, but for required ones."""
+def _faults(node: Json) -> set[str]:
+    """The keywords of a schema that llguidance refuses, or would hold in part or not at all."""
+    words = {word for word, fits in FITS.items() if word in node and not fits(node[word])}
+    if BEYOND.search(str(node.get("pattern"))):
+        words.add("pattern")
+    names = node.get("patternProperties")
+    if isinstance(names, dict) and any(map(BEYOND.search, names)):
+        # The names that the patterns allow must stay possible.
+        words |= {"patternProperties", "additionalProperties"} & node.keys()
+    # The number of properties is held where all are required, a least one also where few are not
+    # listed: names may come twice.
+    required, properties = node.get("required"), node.get("properties")
+    held = set(map(str, required)) if isinstance(required, list) else set()
     least = node.get("minProperties")
-    return not _is_number(least) or least <= 1 + len(_required(node))
+    optional = isinstance(properties, dict) and properties.keys() - held
+    if optional or (_is_number(least) and least > 1 + len(held)):
+        words |= {"minProperties", "maxProperties"} & node.keys()
+    return words
 
 
-def _required(node: Json) -> set[str]:
-    names = node.get("required")
-    return set(map(str, names)) if isinstance(names, list) else set()
-
-
-def _admit_null(node: Json, where: str) -> None:
-    """Read OpenAPI's `nullable`, which llguidance skips. Raises RejectedRequest."""
-    nullable = node.pop("nullable", False)
-    if not isinstance(nullable, bool):
-        raise rejected(where, f"has nullable = {shown(nullable)}; send true or false")
-    if not nullable:
+def _admit_null(node: Json) -> None:
+    """Read OpenAPI's `nullable`, which llguidance skips."""
+    if not node.pop("nullable", False):
         return
     if "type" in node and not node.keys() & {"const", "enum"}:
         node["type"] = [*as_list(node["type"]), "null"]
@@ -130,12 +114,15 @@ def checked_schema(schema: Any, where: str, lenient: bool = False) -> Json:
     if lenient:
         loosen(copy)
     for node in _schemas(copy):
-        _admit_null(node, where)
+        if words := _faults(node):
+            why = f"has {(word := max(words))} = {shown(node[word])}, which cannot be enforced"
+            raise rejected(where, f"{why}; change it, or leave it out")
+        _admit_null(node)
     nodes = list(_schemas(copy))
     copy.pop("$schema", None)  # may name a draft that llguidance does not know
     for node in nodes:
         _drop(node)
-    _check(nodes, where)
+    _check_numbers(nodes, where)
     return copy
 
 
@@ -222,8 +209,8 @@ def _walk(value: Any) -> Iterator[Any]:
             stack += value
 
 
-def _check(nodes: Nodes, where: str) -> None:
-    """Reject what llguidance would read inexactly, or does not count."""
+def _check_numbers(nodes: Nodes, where: str) -> None:
+    """Reject numbers that llguidance would read inexactly."""
     multiple = 1
     for node in nodes:
         for key in LOWER + UPPER:
@@ -241,13 +228,6 @@ def _check(nodes: Nodes, where: str) -> None:
         if not 1 <= multiple <= MAX_MULTIPLE:
             why = f"together the digits of all in a schema may make 1 to {MAX_MULTIPLE}"
             raise rejected(where, f"has multipleOf = {shown(step)}: {why}; leave it out")
-        for word, pattern in _patterns(node):
-            if SLASHED.search(pattern):
-                raise rejected(where, f"has {word} = {shown(pattern)}; send it without slashes")
-        if not _can_count(node):
-            least = shown(node["minProperties"])
-            why = f"has minProperties = {least}, but names may come twice; use required"
-            raise rejected(where, why)
 
 
 def _bound(key: str, bound: float) -> float:
@@ -266,7 +246,7 @@ def _bound(key: str, bound: float) -> float:
 
 
 def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
+    return _is_number(value) and abs(value) < math.inf
 
 
 def _is_count(value: Any) -> bool:
@@ -284,7 +264,7 @@ def _is_names(value: Any) -> bool:
 def _is_pattern(value: Any) -> bool:
     """Whether it is one, without the ends of words and texts, which an automaton lacks."""
     try:
-        re.compile(CLASSES.sub("x", value))
+        re.compile(FOREIGN.sub("x", value))
     except (re.error, TypeError, RecursionError, OverflowError):
         return False
     return not ENDS_WORDS.search(value)

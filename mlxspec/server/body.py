@@ -354,11 +354,9 @@ def validate(
 
 
 def _fault(error: ValidationError, at: str) -> ApiError:
-    """The error for the first field that is wrong; of what a field may be, the form that fits
-    best."""
+    """The error for a field that is wrong; of what it may be, for the form that fits best."""
     errors = error.errors(include_url=False)
-    of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(of_field, key=lambda each: (len(each["loc"]), each["type"] != "missing"))
+    first = max(errors, key=lambda each: (len(each["loc"]), each["type"] != "missing"))
     where = _place(at, first["loc"])
     if not where:
         why = f"the body is not a JSON object: {first['msg']}"

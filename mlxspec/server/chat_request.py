@@ -98,7 +98,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
     Raises RejectedRequest and ApiError."""
     chat = _with_profile(model, chat)
     tokenizer, form = model.tokenizer, format_of(model.tokenizer)
-    talk, prompt = _render(model, chat)
+    talk, prompt = render_prompt(model, chat)
     room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
     tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     types = parameter_types(tools)
@@ -177,15 +177,7 @@ def render_prompt(
     generation_prompt: bool = True,
 ) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
-    return _render(model, _with_profile(model, chat), generation_prompt)
-
-
-def _render(
-    model: TextModel,
-    chat: ChatRequest,
-    generation_prompt: bool = True,
-) -> tuple[Conversation, RenderedPrompt]:
-    """`render_prompt`, once the model's profile was asked."""
+    chat = _with_profile(model, chat)
     options = {name: value for name, value in chat.options.items() if value is not None}
     talk = conversation_of(chat.messages, chat.tools, options, history=model.history)
     system = model.profile.system

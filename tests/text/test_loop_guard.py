@@ -319,6 +319,7 @@ def test_what_the_prompt_asks_for_may_repeat() -> None:
         ("Plan 45 minutes for 30 people", 0),
         ("Write 1000000 zeros", 1_000_000),
         ("Write the word ha 500 times", 500),
+        ("a 16x0 matrix with 5 rows", 5),
         ("print hello 500 times", 500),
         ("a list of 300 zeros", 300),
         ("count to 1000", 1000),

@@ -117,9 +117,9 @@ class Calls:
         paths = []
         for function, (_, told) in zip(functions, _checked(functions, trial), strict=False):
             freed = self.freed.get(function["name"], [])
-            words = (
-                ["parameters"] if freed is None else [*freed, *left_out(_schema(function), told)]
-            )
+            words = ["parameters"]
+            if freed is not None:
+                words = [*freed, *left_out(function["parameters"], told)]
             paths += [f"tools[{function['name'][:64]}].{word[:64]}" for word in words]
         return tuple(dict.fromkeys(paths))
 
@@ -138,7 +138,7 @@ def _properties_at_fault(functions: Sequence[Function], trial: Trial) -> Freed:
     """The properties of each function that cannot be compiled by themselves."""
     names, alone = [], []
     for function in functions:
-        schema, name = _schema(function), function["name"]
+        schema, name = function["parameters"], function["name"]
         properties = schema.get("properties")
         for key, value in properties.items() if isinstance(properties, dict) else ():
             names.append((name, key))
@@ -155,8 +155,8 @@ def _properties_at_fault(functions: Sequence[Function], trial: Trial) -> Freed:
 def _freed(function: Function, names: Sequence[str] | None) -> Function:
     """A function where these properties may be anything; None: all arguments."""
     if not names:
-        return {"name": function["name"]} if names is None else function
-    schema = _schema(function)
+        return with_schema({"name": function["name"]}) if names is None else function
+    schema = function["parameters"]
     properties = {**schema["properties"], **{name: {} for name in names}}
     return {"name": function["name"], "parameters": {**schema, "properties": properties}}
 
@@ -176,7 +176,7 @@ def _call_rules(
     escaped = native.style == "tags" and (native.html or not native.raw)
     if native.style == "whole" or escaped or not delimited or not forces_own_format(tokenizer):
         native = fallback
-    flat = [f for f in functions if native.style == "json" or _is_flat(_schema(f))]
+    flat = [f for f in functions if native.style == "json" or _is_flat(f["parameters"])]
     flat = [f for f in flat if native is fallback or not re.search(r"[\s\"']", f["name"])]
     rest = [f for f in functions if f not in flat]
     sections = []
@@ -193,7 +193,7 @@ def parameters_of(function: Function) -> str:
 
 def arguments_rule(function: Function) -> str:
     """The rule of a function's arguments in JSON. Raises RejectedRequest."""
-    return _schema_rule(_schema(function), function)
+    return _schema_rule(function["parameters"], function)
 
 
 def _schema_rule(schema: Json, function: Function) -> str:
@@ -207,8 +207,9 @@ def _schema_rule(schema: Json, function: Function) -> str:
         return f"%json {json.dumps({'type': 'unreadable', 'schema': schema})}"
 
 
-def _schema(function: Function) -> Json:
-    """The schema of the arguments: an object, closed if it lists its properties."""
+def with_schema(function: Function) -> Function:
+    """A function whose arguments are an object, closed if it lists its properties; unless it is
+    strict, as its keywords are meant."""
     schema = {**(function.get("parameters") or {}), "type": "object", "nullable": False}
     if not is_strict(function):
         schema = normalized(schema)
@@ -219,7 +220,7 @@ def _schema(function: Function) -> Json:
     if isinstance(properties, dict) and isinstance(required, list) and not OPEN & schema.keys():
         if set(map(str, required)) <= properties.keys():
             schema.setdefault("additionalProperties", False)
-    return schema
+    return {**function, "parameters": schema}
 
 
 def _is_flat(schema: Json) -> bool:
@@ -277,7 +278,7 @@ class _Rules:
     def _parameters(self, layout: Layout, function: Function) -> str:
         """The rule after the name of a call with parameters, which come in the order of the schema:
         `rest` after a parameter, `first` before all."""
-        schema = _schema(function)
+        schema = function["parameters"]
         rest = first = '""'
         for name, value_schema in reversed(schema.get("properties", {}).items()):
             key, value = (

@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.formats import FUNCTION_CALL, NEXT_MESSAGE, format_of, has_headers, is_harmony
 from mlxspec.text.messages import RejectedRequest, Tools, rejected
-from mlxspec.text.structured.call_rules import Calls, regex_of
+from mlxspec.text.structured.call_rules import Calls, regex_of, with_schema
 from mlxspec.text.structured.json_schema import first_line
 from mlxspec.text.structured.trial import Trial, new_matcher, warm_error
 
@@ -72,7 +72,7 @@ class Grammars:
         where: str,
     ) -> Calls:
         """The calls of these tools, or only of the tool `name`."""
-        functions = [tool["function"] for tool in tools]
+        functions = [with_schema(tool["function"]) for tool in tools]
         functions = [f for f in functions if not name or f["name"] == name]
         if not functions:
             wanted = name or "a call"

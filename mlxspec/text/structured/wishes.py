@@ -93,7 +93,7 @@ def _counted(sentence: str, asks: bool) -> Iterator[tuple[int, bool]]:
         elif part in TIMES and number and (after in WORDS or after[:1].isdigit()):
             shape, number = shape * number, 0
         elif part not in ("and", "a"):
-            if number:
+            if number or not digits:
                 count = shape * number
                 if count <= MAX_CELLS if shape > 1 else _is_wish(count, lead, part, asks):
                     yield count, shape > 1

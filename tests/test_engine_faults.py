@@ -405,7 +405,6 @@ def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None
         assert child.stdout is not None and child.stderr is not None
         with child, child.stdout, child.stderr:
             try:
-                child.stdout.readline()
                 url = child.stdout.readline().split()[4].removesuffix("/v1")
                 found = httpx.post(url + PLAIN, json=body, timeout=30).json()
                 said = found["choices"][0]["text"]

@@ -175,6 +175,7 @@ class ModelInfo:
     exact: str = ""  # the verdict on batch invariance, in words
     exact_rows: int = 0  # rows of one sequence in a step for which it is proven
     sees: bool = False  # images
+    parent: str | None = None  # the model whose weights a profile has
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,7 @@ async def prometheus(http: HttpRequest) -> Response:
 
 async def models(http: HttpRequest) -> Response:
     """OpenAI's list and Anthropic's in one."""
-    state: ServerState = http.app.state.server
-    data = [_model(state, served) for served in state.served.values()]
+    data = list(map(_model, http.app.state.server.served.values()))
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
@@ -107,15 +106,13 @@ async def model(http: HttpRequest) -> Response:
     if not http.path_params["name"]:  # a slash too many
         return await models(http)
     name = state.resolve_name(http.path_params["name"])
-    return JSONResponse(_model(state, state.served[name]))
+    return JSONResponse(_model(state.served[name]))
 
 
-def _model(state: ServerState, served: Served) -> Json:
+def _model(served: Served) -> Json:
     """OpenAI's model object and Anthropic's in one, with vLLM's names for the context and the model
     that a profile is of, and the model's status."""
     info = served.info
-    profile = state.profiles.get(info.name)
-    root = profile.base if profile else info.name
     body = {
         "id": info.name,
         "object": "model",
@@ -124,8 +121,8 @@ def _model(state: ServerState, served: Served) -> Json:
         "created": info.created,
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created)),
         "owned_by": "mlxspec",
-        "root": root,
-        "parent": None if root == info.name else root,
+        "root": info.parent or info.name,
+        "parent": info.parent,
         "lifecycle": "active",
         "context_window": info.context,
         "max_model_len": info.context,
@@ -158,7 +155,7 @@ async def load(http: HttpRequest, body: Load, model: TextModel) -> Response:
     else:
         await server.worker.load(name, body.pin)
     seconds = round(time.monotonic() - began, 3)
-    return JSONResponse({**_model(server, server.served[model.name]), "seconds": seconds})
+    return JSONResponse({**_model(server.served[model.name]), "seconds": seconds})
 
 
 class Tokenize(Body, TemplateFields):

@@ -122,8 +122,8 @@ class ServerState:
         for name, model in self.worker.models.items():
             found[name] = model
             for own, profile in self.profiles.items():
-                if profile.base == name:
-                    found[own] = replace(model, info=replace(model.info, name=own))
+                if own != profile.base == name:
+                    found[own] = replace(model, info=replace(model.info, name=own, parent=name))
         return found
 
     def unwell(self) -> str:

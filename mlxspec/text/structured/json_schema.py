@@ -44,6 +44,7 @@ REMARKS = {"default", "example", "examples"}
 TYPES = frozenset("string number integer boolean array object null".split())
 KEPT = {"const", "default"}  # keywords that may be null
 DATA = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
+ROOTED = {"$defs", "definitions"}  # what `$ref`s refer to from the root
 # Keywords whose values are schemas by name.
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
@@ -79,8 +80,8 @@ def _faults(node: Json) -> set[str]:
     if isinstance(names, dict) and any(map(BEYOND.search, names)):
         # The names that the patterns allow must stay possible.
         words |= {"patternProperties", "additionalProperties"} & node.keys()
-    # The number of properties is held where all are required, a least one also where few are not
-    # listed: names may come twice.
+    # How many properties there are is held only where all that are listed are required, and at
+    # least how many only up to one more: other names may come twice.
     required, properties = node.get("required"), node.get("properties")
     held = set(map(str, required)) if isinstance(required, list) else set()
     least = node.get("minProperties")
@@ -97,7 +98,7 @@ def _admit_null(node: Json) -> None:
     if "type" in node and not node.keys() & {"const", "enum"}:
         node["type"] = [*as_list(node["type"]), "null"]
     else:
-        some = {word: node.pop(word) for word in [*node] if word not in NAMED}
+        some = {word: node.pop(word) for word in [*node] if word not in ROOTED}
         node["anyOf"] = [some, {"type": "null"}]
 
 

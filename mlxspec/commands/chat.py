@@ -42,10 +42,23 @@ message that begins with / needs a blank before it.'''
 COMMANDS = ("/help", *(line.split()[0] for line in HELP.splitlines() if line.startswith("/")))
 # Of the API's fields those that make sense here. Numbers have the limits of a profile's table.
 FIELDS = (
-    "temperature top_p top_k min_p max_tokens seed stop presence_penalty frequency_penalty"
-    " repetition_penalty reasoning_effort reasoning chat_template_kwargs response_format loop_guard"
-    " priority"
-).split()
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "reasoning_effort",
+    "reasoning",
+    "chat_template_kwargs",
+    "response_format",
+    "loop_guard",
+    "priority",
+)
 TEXTS = ("stop", "reasoning_effort")
 Pieces = Generator[tuple[str, str], None, None]  # what to show: kind and text
 LEAST_S = 0.1  # of an answer whose speed is told

@@ -15,7 +15,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxspec.kernels import matmul
-from mlxspec.kernels.matmul import Choices, Format
+from mlxspec.kernels.matmul import (
+    Choices,
+    Format,
+)
 from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case

@@ -311,7 +311,7 @@ def test_a_template_that_takes_long_holds_up_no_answer(
 def test_a_template_in_a_file_of_its_own_is_in_the_sandbox_too(tmp_path: Path) -> None:
     path = save_tokenizer(tmp_path, template=None)
     (path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1] }}")
-    with pytest.raises(RejectedRequest, match="attribute '__class__' of 'str' object is unsafe"):
+    with pytest.raises(RejectedRequest, match="attribute '__class__' of 'string' object is unsafe"):
         render_chat(load_tokenizer(path), USER)
 
 
@@ -370,7 +370,7 @@ def tricks(tmp_path: Path) -> list[str]:
     up = "../" * 40 + str(secret)[1:]
     return [
         str(secret), up, up.replace("/", "\\"), f"file://{secret}", f"tiny/../{secret}", f"tiny/{up}",
-        f"{secret}\0", f"tiny\0{secret}", "~", "~root", f"~/{up}", "", ".", "..", "/", "//", "tiny/", "TINY",
+        f"{secret}\0", f"tiny\0{secret}", "~", "~root", f"~/{up}", "", ".", "..", "/", "//", "tiny/", "TINY/",
         "tiny\u2024", "\uff54iny", "a" * 70_000, "\xe9" * 9000, "\ud800", "con", "$HOME", "`id`", "${jndi:x}",
         "tiny;ls", "%2e%2e", quote(up, safe=""), quote(quote(up, safe=""), safe=""), "tiny\n\n", "\u202etiny",
     ]  # fmt: skip

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name, has_tensors
+from mlxspec.kernels.metal import MetalKernel, dtype_name, has_tensors
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
@@ -34,14 +34,13 @@ FORMATS = {
     "mxfp8": (1, (8,), (32,)),
     "nvfp4": (2, (4,), (16,)),
 }
-SORTED = 64  # choices from which on mlx-lm sorts them by expert
 LIKELY = {1: (123, 129), 2: (24, 72)}  # scales of a case: powers of two, and floats, as their codes
 
 FILES = "qmm_weights small_qmm"
-_PARTIAL = "threadgroup float partial[SPLIT * M * QMM_COLUMNS]; "
-_QUANTIZED = "qmm_quantized<BITS, GROUP, FORMAT>(w, scales, biases, x_shape[1])"
-_LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
-_TILE = "partial, threadgroup_position_in_grid.x, " + _LANE
+PARTIAL = "threadgroup float partial[SPLIT * M * QMM_COLUMNS]; "
+QUANTIZED = "qmm_quantized<BITS, GROUP, FORMAT>(w, scales, biases, x_shape[1])"
+LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
+_TILE = "partial, threadgroup_position_in_grid.x, " + LANE
 
 
 def _over_rows(name: str, inputs: str, weights: str) -> MetalKernel:
@@ -50,33 +49,19 @@ def _over_rows(name: str, inputs: str, weights: str) -> MetalKernel:
         FILES,
         inputs=f"x {inputs}",
         outputs="y",
-        body=f"{_PARTIAL} small_qmm<M, SPLIT>(QmmRows(), {weights}, x, x_shape[0], y, w_shape[0], "
+        body=f"{PARTIAL} small_qmm<M, SPLIT>(QmmRows(), {weights}, x, x_shape[0], y, w_shape[0], "
         + _TILE,
     )
 
 
-def _over_choices(name: str, inputs: str, weights: str) -> MetalKernel:
-    return MetalKernel(
-        name,
-        FILES,
-        inputs=f"x experts order {inputs}",
-        outputs="y",
-        body=f"{_PARTIAL} small_qmm_experts<M, SPLIT>({weights}, x, experts, order, "
-        + "x_shape[0] * PER_ROW, PER_ROW, y, w_shape[1], partial, threadgroup_position_in_grid, "
-        + _LANE,
-    )
-
-
-_ARRAYS = "w scales biases"
-_PLAIN = "qmm_plain(w, x_shape[1])"
-SMALL_QMM = _over_rows("small_qmm", _ARRAYS, _QUANTIZED)
-SMALL_MM = _over_rows("small_mm", "w", _PLAIN)
-SMALL_QMM_EXPERTS = _over_choices("small_qmm_experts", _ARRAYS, _QUANTIZED)
-SMALL_MM_EXPERTS = _over_choices("small_mm_experts", "w", _PLAIN)
+ARRAYS = "w scales biases"
+PLAIN = "qmm_plain(w, x_shape[1])"
+SMALL_QMM = _over_rows("small_qmm", ARRAYS, QUANTIZED)
+SMALL_MM = _over_rows("small_mm", "w", PLAIN)
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
     FILES,
-    f"x {_ARRAYS}",
+    f"x {ARRAYS}",
     outputs="y",
     body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; "
     + "small_qmm_matrix<M, BITS, GROUP, FORMAT>(x, x_shape[0], w, scales, biases, y, w_shape[0], "
@@ -87,12 +72,12 @@ SMALL_QMM_MATRIX = MetalKernel(
 SMALL_QMM_TENSOR = MetalKernel(
     "small_qmm_tensor",
     "qmm_weights tensor_qmm",
-    f"x {_ARRAYS}",
+    f"x {ARRAYS}",
     outputs="y",
     body="threadgroup float shared[TENSOR_SPLIT * TENSOR_TILE]; "
-    + f"tensor_qmm({_QUANTIZED}, x, x_shape[0], y, w_shape[0], shared, "
+    + f"tensor_qmm({QUANTIZED}, x, x_shape[0], y, w_shape[0], shared, "
     + "threadgroup_position_in_grid.x, "
-    + _LANE,
+    + LANE,
 )
 # By the variant: a kernel, SIMD-groups and columns of a threadgroup, rows of the smallest instance
 TILED = {"matrix": (SMALL_QMM_MATRIX, 4, 16, 8), "tensor": (SMALL_QMM_TENSOR, 8, 32, 16)}
@@ -114,10 +99,10 @@ def _capacity(rows: int) -> int:
 def small_qmm(x: Array, weights: Weights, variant: str = "plain") -> Array:
     """As reference.small_qmm in x's dtype, for 1 to ROWS rows; a `variant` of its case."""
     rows, columns = len(x), len(weights.weight)
-    arrays, template = [x, *_arrays(weights)], _template(weights)
+    arrays, template = [x, *arrays_of(weights)], template_of(weights)
     if variant == "plain":
         kernel = SMALL_QMM if template else SMALL_MM
-        return _over_lanes(kernel, arrays, (rows, columns), **template)
+        return over_lanes(kernel, arrays, (rows, columns), **template)
     kernel, simds, width, least = TILED[variant]
     threads = 32 * simds
     return kernel(
@@ -131,7 +116,7 @@ def small_qmm(x: Array, weights: Weights, variant: str = "plain") -> Array:
     )[0]
 
 
-def _over_lanes(
+def over_lanes(
     kernel: MetalKernel,
     arrays: list[Array],
     shape: tuple[int, int],
@@ -156,7 +141,7 @@ def _over_lanes(
     )[0]
 
 
-def _arrays(weights: Weights) -> list[Array]:
+def arrays_of(weights: Weights) -> list[Array]:
     """Of the kernel, which reads no biases where there are none, but must be given some."""
     if weights.scales is None:
         return [weights.weight]
@@ -164,7 +149,7 @@ def _arrays(weights: Weights) -> list[Array]:
     return [weights.weight, scales, scales if biases is None else biases]
 
 
-def _template(weights: Weights) -> dict[str, int]:
+def template_of(weights: Weights) -> dict[str, int]:
     """Constants of an instance for quantized weights; for others there are none."""
     if weights.scales is None:
         return {}
@@ -173,45 +158,6 @@ def _template(weights: Weights) -> dict[str, int]:
         "GROUP": weights.group_size,
         "FORMAT": FORMATS[weights.mode][0],
     }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """The `count` experts that rows have chosen, uint32 rising, and the order that sorts them; both
-    arrays have some more elements where these are too few for a kernel."""
-
-    experts: Array
-    order: Array
-    count: int
-
-
-def sorted_choices(chosen: Array) -> Choices:
-    order = mx.argsort(chosen)
-    count = len(order)
-    experts = chosen[order]
-    if count < SMALLEST:
-        experts, order = (mx.pad(array, (0, SMALLEST - count)) for array in (experts, order))
-    return Choices(experts, order, count)
-
-
-def small_qmm_experts(
-    x: Array,
-    weights: Weights,
-    chosen: Array | Choices,
-    rows: int,
-) -> Array:
-    """As reference.small_qmm_experts in x's dtype. `rows`: no expert is chosen more often; beyond
-    ROWS times, its weights are read again."""
-    choices = chosen if isinstance(chosen, Choices) else sorted_choices(chosen)
-    template = _template(weights)
-    return _over_lanes(
-        SMALL_QMM_EXPERTS if template else SMALL_MM_EXPERTS,
-        [x, choices.experts, choices.order, *_arrays(weights)],
-        (choices.count, weights.weight.shape[1]),
-        rows=rows,
-        PER_ROW=choices.count // len(x),
-        **template,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +178,7 @@ class Format:
     def supports(self, k: int) -> bool:
         """Whether there are kernels for weights with this K."""
         if not self.quantized:
-            return self.dtype.size == 2 and k % RUN == 0
+            return self.dtype in (mx.float16, mx.bfloat16) and k % RUN == 0
         _, bits, groups = FORMATS.get(self.mode, (0, (), ()))
         return self.bits in bits and self.group_size in groups and k % WORDS == 0
 
@@ -295,7 +241,7 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
         rows=tuple(range(1, 1 + ROWS)),
         raced=RACED,
         inputs=partial(
-            _inputs,
+            random_inputs,
             form,
             (columns,),
             k,
@@ -308,45 +254,6 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
     )
 
 
-def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: bool) -> Case:
-    """For weights [experts, n, k], of which each row chooses `top`. `shared`: these choices share
-    a row of K, else each has its own. Columns beyond MAX_CASE_BYTES are left out as above, and
-    experts beyond that, or that ROWS rows cannot all choose."""
-    most = MAX_CASE_BYTES * 8 // (k * form.bits)  # columns of all experts
-    columns = min(n, max(FILL * COLUMNS // top, most // top))
-    some = min(experts, ROWS * top, max(top, most // columns))
-
-    def inputs(seed: int) -> Inputs:
-        count = 1 if shared else top
-        x, *weights = _inputs(
-            form,
-            (some, columns),
-            k,
-            seed=seed,
-            rows=ROWS * count,
-        )
-        order = mx.random.uniform(shape=(ROWS, some), key=mx.random.key(seed))
-        chosen = mx.argsort(order, axis=-1)[:, :top]
-        return x.reshape(ROWS, count, k), chosen, *weights
-
-    def run(multiply: Call, x: Array, chosen: Array, *weights: Array) -> Array:
-        y = multiply(x.flatten(0, 1), form.weights(weights), chosen.flatten(), len(x))
-        return y.reshape(len(x), top, -1)
-
-    return Case(
-        name=f"small_qmm_experts {top} of {experts}x{n}x{k} of {form.name}",
-        rows=tuple(range(1, 1 + ROWS)),
-        raced=RACED,
-        inputs=inputs,
-        stock=partial(_experts_by_mlx, form),
-        reference=partial(run, reference.small_qmm_experts),
-        variants={"plain": partial(run, small_qmm_experts)},
-        tolerance=TOLERANCE,
-        by_row=2,
-        exchangeable=True,
-    )
-
-
 def _layer_by_mlx(form: Format, x: Array, *weights: Array) -> Array:
     """As mlx.nn's layers."""
     if not form.quantized:
@@ -355,24 +262,7 @@ def _layer_by_mlx(form: Format, x: Array, *weights: Array) -> Array:
     return multiply(x, *weights)
 
 
-def _experts_by_mlx(form: Format, x: Array, chosen: Array, *weights: Array) -> Array:
-    """As mlx-lm's experts: many choices are sorted before."""
-    count = chosen.size
-    x = mx.broadcast_to(x, (*chosen.shape, x.shape[-1])).reshape(count, 1, -1)
-    flat = chosen.flatten()
-    multiply: Call = partial(mx.gather_qmm, transpose=True, **form.how)
-    if not form.quantized:
-        multiply, weights = mx.gather_mm, (weights[0].swapaxes(-1, -2),)
-    if count < SORTED:
-        y = multiply(x, *weights, rhs_indices=flat)
-    else:
-        order = mx.argsort(flat)
-        y = multiply(x[order], *weights, rhs_indices=flat[order], sorted_indices=True)
-        y = y[mx.argsort(order)]
-    return y.reshape(*chosen.shape, -1)
-
-
-def _inputs(
+def random_inputs(
     form: Format,
     columns: tuple[int, ...],
     k: int,

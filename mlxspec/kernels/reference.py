@@ -248,7 +248,7 @@ def small_qmm(x: Array, weights: Weights) -> Array:
     return small_qmm_experts(x, one, mx.zeros(len(x), mx.uint32))
 
 
-def small_qmm_experts(x: Array, weights: Weights, chosen: Array, _: int = 0) -> Array:
+def small_qmm_experts(x: Array, weights: Weights, chosen: Array, *_: int) -> Array:
     """float32 [R, N]: for each choice of an expert, uint32 `chosen` [R], the product of its row of
     x [R or a divisor, K] with that one of the weights [E, N, ...], as small_qmm. Choices that share
     a row are neighbours."""

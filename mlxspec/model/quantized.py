@@ -14,11 +14,9 @@ from mlx.core import array as Array
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxspec.kernels import matmul
-from mlxspec.kernels.matmul import (
-    Choices,
-    Format,
-)
+from mlxspec.kernels import experts, matmul
+from mlxspec.kernels.experts import Choices
+from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case
@@ -27,7 +25,7 @@ from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.runner import Runner
 from mlxspec.sequences import SeqState, Span
 
-TOKENS = (0, 0, 0)  # of the step whose cases are recorded
+TOKENS = (0,)  # of the step whose cases are recorded: of more rows, experts may come sorted
 CASE_BLOCKS = 1 + len(TOKENS)  # enough for blocks of one token
 
 
@@ -97,7 +95,7 @@ class _Experts:
         [R]."""
         if KERNELS.recorded is not None and not sorted_indices:
             self.top = indices.shape[-1]
-            self.case = matmul.experts_case(
+            self.case = experts.experts_case(
                 *self.shape,
                 top=self.top,
                 form=self.form,
@@ -110,10 +108,10 @@ class _Experts:
             return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
         last = _Experts._last
         if last is None or last[0] is not indices:
-            last = indices, matmul.sorted_choices(indices.flatten())
+            last = indices, experts.sorted_choices(indices.flatten(), sorted_indices)
             _Experts._last = last
         flat = x.reshape(-1, x.shape[-1]).astype(self.form.dtype)
-        y = matmul.small_qmm_experts(flat, _weights(self), last[1], rows)
+        y = experts.small_qmm_experts(flat, _weights(self), last[1], rows)
         y = y.reshape(*indices.shape, 1, -1)
         layer: Any = self
         return y + layer["bias"][indices][..., None, :] if "bias" in layer else y

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.kernels import attention, matmul, sampling, trial
+from mlxspec.kernels.experts import experts_case
 from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case, Inputs
@@ -69,7 +70,7 @@ def test_a_large_lm_head() -> None:
     ],
 )
 def test_many_experts(experts: int, n: int, k: int, top: int, form: Format) -> None:
-    inputs = matmul.experts_case(experts, n, k, top, form, True).inputs(0)
+    inputs = experts_case(experts, n, k, top, form, True).inputs(0)
     assert size_of_sets(inputs) <= LIMIT
     some, columns, _ = inputs[2].shape
     assert top <= some <= experts

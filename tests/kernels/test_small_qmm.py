@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mlxspec.kernels import matmul, reference
+from mlxspec.kernels.experts import experts_case, small_qmm_experts, sorted_choices
 from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Rejected, relative_error
@@ -201,7 +202,8 @@ def test_experts(
     def run(rows: int, order: int = 0) -> mx.array:
         count = len(x) // 16 * rows
         with metalsim.patch(order=order):
-            return matmul.small_qmm_experts(x[:count], weights, chosen[: rows * TOP], rows)
+            choices = sorted_choices(chosen[: rows * TOP])
+            return small_qmm_experts(x[:count], weights, choices, rows)
 
     whole = run(16, order=7)
     fewer = {rows: (run(rows), read_of("w")) for rows in (1, 2, 3, 7)}
@@ -222,9 +224,9 @@ def test_an_expert_of_more_rows_than_a_launch_holds() -> None:
     """Is read again, and its rows are the same."""
     x, weights, chosen = experts(40, 8, 96, 32, 4, mx.bfloat16, "affine", False)
     with metalsim.patch():
-        whole = matmul.small_qmm_experts(x, weights, chosen, 40)
+        whole = small_qmm_experts(x, weights, sorted_choices(chosen), 40)
         alone = [
-            matmul.small_qmm_experts(x[i : i + 1], weights, chosen[2 * i : 2 * i + 2], 1)
+            small_qmm_experts(x[i : i + 1], weights, sorted_choices(chosen[2 * i : 2 * i + 2]), 1)
             for i in range(0, 40, 7)
         ]
     for i, y in zip(range(0, 40, 7), alone, strict=True):
@@ -235,8 +237,9 @@ def test_an_expert_of_more_rows_than_a_launch_holds() -> None:
 @pytest.mark.parametrize("form", [Format(4, 32, "mxfp4", mx.bfloat16), PLAIN])
 def test_a_case_of_experts(form: Format, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "gather_mm", gather_mm)
-    case = matmul.experts_case(40, 24, 96, 2, form, shared)
-    assert case.name == f"small_qmm_experts 2 of 40x24x96 of {form.name}"
+    case = experts_case(40, 24, 96, 2, form, shared)
+    kind = "one row" if shared else "own rows"
+    assert case.name == f"small_qmm_experts 2 of 40x24x96 of {form.name}, {kind}"
     inputs = case.inputs(0)
     assert inputs[2].shape[0] == 32, "no more than 16 rows can choose"
     for rows in (1, 5, 16):

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxspec.kernels import matmul
+from mlxspec.kernels import experts, matmul
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
 from mlxspec.model import quantized
 from mlxspec.model.runner import Runner
@@ -251,7 +251,7 @@ def test_tokens_are_those_of_plain_decoding(
         monkeypatch.setattr(module, name, lambda *a, **k: [into.append(name), product(*a, **k)][1])
 
     counted(matmul, "small_qmm", ran)
-    counted(matmul, "small_qmm_experts", ran)
+    counted(experts, "small_qmm_experts", ran)
     counted(mx, "quantized_matmul", calls)
     if mode == "none":
         monkeypatch.setattr(mx, "gather_mm", gather_mm)

@@ -119,6 +119,8 @@ def paged_attention() -> Iterator[Trial]:
         step(((1, (3, 270)), (2, (40,))), mx.bfloat16, 7, 1, (96, 96), 260, True, 8),
         step(((3, (300,)),), mx.float16, 8, 1, (64, 160), None, False, 4),
         step(((2, (40,)),), heads=4, dims=(32, 64)),  # heads of V lie elsewhere
+        # K comes in two parts, and a SIMD-group has two tiles of rows.
+        step(((8, (40,)),), heads=8, kv=1, dims=(128, 64)),
     ):
         yield partial(attention.check, case)
     for alone in (attention.ALONE[1], attention.ALONE[3], attention.ALONE[4]):

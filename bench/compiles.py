@@ -61,12 +61,11 @@ def instances(cases: Iterable[Case]) -> dict[Instance, int]:
 
 
 def cases_of(config: dict[str, Any], bits: int) -> list[Case]:
-    """The cases of a model that nobody has loaded; for one with recurrent layers, in their
-    layout."""
+    """The kernels to verify for a model, without its weights; with recurrent layers, in the layout
+    that these need."""
     model = unloaded(config, bits)
     quantized.install(model)
-    _, _, state = geometry(model)
-    layout: Layout = "rect" if state else "rows"
+    layout: Layout = "rect" if geometry(model).state else "rows"
     runner = Runner(model, layout, BLOCK, quantized.CASE_BLOCKS)
     with mock.patch.object(mx, "async_eval"):
         return quantized.kernel_cases(runner)

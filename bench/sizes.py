@@ -36,7 +36,8 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def unloaded(config: dict[str, Any], bits: int = 0) -> nn.Module:
-    """A model by mlx-lm's own code, quantized as sized says, whose weights nobody has computed."""
+    """A model by mlx-lm's own code, quantized as sized says; its random weights are lazy, never
+    evaluated."""
     config = _with_bits(config, bits)
     model = _built(config)
     _quantize(model, config)

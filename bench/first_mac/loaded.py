@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from bench.first_mac.commands import OPS, ROOT, Failed, only_on_a_mac, run
+from bench.first_mac.commands import ON_A_MAC, OPS, ROOT, Failed, only_on_a_mac, run
 
-LONG = 8192 if sys.platform == "darwin" else 2048  # tokens of the context whose peak is told
+LONG = 8192 if ON_A_MAC else 2048  # tokens of the context whose peak is told
 IDLE_S = 60  # after which weights may have been unwired
 ROWS = (1, 2, 3, 5, 6, 9, 13, 17)  # of a step that is timed
 EARLY = 8  # tokens: ties in all answers so soon are none
@@ -98,7 +98,7 @@ def memory(model: str) -> Iterator[str]:
     held, after = mx.get_active_memory(), of_machine.available()
     level = of_machine.LEVELS[of_machine.system_level()].partition(":")[0]
     pages = {}
-    if sys.platform == "darwin":
+    if ON_A_MAC:
         pages = {name: of_machine.sysctl(name) for name in of_machine.FREE_PAGES}
 
     def answer(engine: Any, name: str, length: int, tokens: int) -> float:
@@ -127,7 +127,7 @@ def memory(model: str) -> Iterator[str]:
         f" {format_size(peak)}"
     )
     warm = answer(engine, "now", 9, 2)
-    pause = IDLE_S if sys.platform == "darwin" else 1
+    pause = IDLE_S if ON_A_MAC else 1
     time.sleep(pause)
     idle = answer(engine, "later", 10, 2)
     yield f"first token after {1e3 * warm:.0f} ms, {1e3 * idle:.0f} ms after {pause} s idle"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench.first_mac.commands import (
     ELSEWHERE,
+    ON_A_MAC,
     OPS,
     PART_S,
     ROOT,
@@ -26,7 +27,6 @@ from bench.first_mac.commands import (
 from bench.first_mac.loaded import exact, instances, lossless, memory, steps
 
 LABEL = "dev.mlxspec.first-mac"
-ON_A_MAC = sys.platform == "darwin"  # elsewhere MLX has a CPU, and its time is not worth much
 # Of mlx-lm's prompt and answer; how often.
 LENGTHS = ("-p", "256", "-g", "96", "-n", "3") if ON_A_MAC else ("-p", "64", "-g", "24", "-n", "2")
 ASKED = ("--max-tokens", "64") if ON_A_MAC else ("--workload", "code", "--max-tokens", "24")

@@ -14,11 +14,8 @@ from mlxspec.kernels import reference
 from mlxspec.kernels.matmul import (
     ARRAYS,
     COLUMNS,
-    FILES,
     FILL,
-    LANE,
     MAX_CASE_BYTES,
-    PARTIAL,
     PLAIN,
     QUANTIZED,
     RACED,
@@ -26,11 +23,12 @@ from mlxspec.kernels.matmul import (
     TOLERANCE,
     Format,
     arrays_of,
+    lanes_kernel,
     over_lanes,
     random_inputs,
     template_of,
 )
-from mlxspec.kernels.metal import SMALLEST, MetalKernel
+from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
@@ -38,20 +36,19 @@ SORTED = 64  # choices from which on mlx-lm sorts them by expert, and rows of x 
 SHARED = 2  # choices of an expert in a race, at most, where the case has fewer experts
 
 
-def _kernel(name: str, inputs: str, weights: str) -> MetalKernel:
-    return MetalKernel(
-        name,
-        FILES,
-        inputs=f"x experts order {inputs}",
-        outputs="y",
-        body=f"{PARTIAL} small_qmm_experts<M, SPLIT>({weights}, x, experts, order, "
-        + "x_shape[0] * PER_ROW, PER_ROW, y, w_shape[1], partial, threadgroup_position_in_grid, "
-        + LANE,
+def _over_choices(weights: str) -> str:
+    return (
+        f"small_qmm_experts<M, SPLIT>({weights}, x, experts, order, x_shape[0] * PER_ROW, PER_ROW,"
+        " y, w_shape[1], partial, threadgroup_position_in_grid"
     )
 
 
-SMALL_QMM_EXPERTS = _kernel("small_qmm_experts", ARRAYS, QUANTIZED)
-SMALL_MM_EXPERTS = _kernel("small_mm_experts", "w", PLAIN)
+SMALL_QMM_EXPERTS = lanes_kernel(
+    "small_qmm_experts",
+    f"experts order {ARRAYS}",
+    _over_choices(QUANTIZED),
+)
+SMALL_MM_EXPERTS = lanes_kernel("small_mm_experts", "experts order w", _over_choices(PLAIN))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,27 +37,34 @@ FORMATS = {
 LIKELY = {1: (123, 129), 2: (24, 72)}  # scales of a case: powers of two, and floats, as their codes
 
 FILES = "qmm_weights small_qmm"
-PARTIAL = "threadgroup float partial[SPLIT * M * QMM_COLUMNS]; "
 QUANTIZED = "qmm_quantized<BITS, GROUP, FORMAT>(w, scales, biases, x_shape[1])"
-LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
-_TILE = "partial, threadgroup_position_in_grid.x, " + LANE
+_LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
+_TILE = "threadgroup_position_in_grid.x, " + _LANE
 
 
-def _over_rows(name: str, inputs: str, weights: str) -> MetalKernel:
+def lanes_kernel(name: str, inputs: str, call: str) -> MetalKernel:
+    """A kernel that sums over the lanes of SIMD-groups; `call`: a function of small_qmm.metal and
+    its arguments, but for the last two."""
     return MetalKernel(
         name,
         FILES,
         inputs=f"x {inputs}",
         outputs="y",
-        body=f"{PARTIAL} small_qmm<M, SPLIT>(QmmRows(), {weights}, x, x_shape[0], y, w_shape[0], "
-        + _TILE,
+        body=f"threadgroup float partial[SPLIT * M * QMM_COLUMNS]; {call}, {_LANE}",
+    )
+
+
+def _over_rows(weights: str) -> str:
+    return (
+        f"small_qmm<M, SPLIT>(QmmRows(), {weights}, x, x_shape[0], y, w_shape[0], partial,"
+        " threadgroup_position_in_grid.x"
     )
 
 
 ARRAYS = "w scales biases"
 PLAIN = "qmm_plain(w, x_shape[1])"
-SMALL_QMM = _over_rows("small_qmm", ARRAYS, QUANTIZED)
-SMALL_MM = _over_rows("small_mm", "w", PLAIN)
+SMALL_QMM = lanes_kernel("small_qmm", ARRAYS, _over_rows(QUANTIZED))
+SMALL_MM = lanes_kernel("small_mm", "w", _over_rows(PLAIN))
 SMALL_QMM_MATRIX = MetalKernel(
     "small_qmm_matrix",
     FILES,
@@ -65,7 +72,7 @@ SMALL_QMM_MATRIX = MetalKernel(
     outputs="y",
     body="threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; "
     + "small_qmm_matrix<M, BITS, GROUP, FORMAT>(x, x_shape[0], w, scales, biases, y, w_shape[0], "
-    + "x_shape[1], "
+    + "x_shape[1], partial, "
     + _TILE,
 )
 
@@ -76,8 +83,7 @@ SMALL_QMM_TENSOR = MetalKernel(
     outputs="y",
     body="threadgroup float shared[TENSOR_SPLIT * TENSOR_TILE]; "
     + f"tensor_qmm({QUANTIZED}, x, x_shape[0], y, w_shape[0], shared, "
-    + "threadgroup_position_in_grid.x, "
-    + LANE,
+    + _TILE,
 )
 # By the variant: a kernel, SIMD-groups and columns of a threadgroup, rows of the smallest instance
 TILED = {"matrix": (SMALL_QMM_MATRIX, 4, 16, 8), "tensor": (SMALL_QMM_TENSOR, 8, 32, 16)}

@@ -31,10 +31,7 @@ from mlxspec.text.images import Images, put_texts
 from mlxspec.text.messages import TooLong, canonical, parameter_types, rejected
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import CompiledGrammar
-from mlxspec.text.structured.json_schema import (
-    checked_lark,
-    json_rule,
-)
+from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.structured.loop_guard import LoopGuard
 from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
 from mlxspec.text.structured.wishes import asked

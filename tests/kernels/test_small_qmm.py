@@ -63,17 +63,9 @@ def check(y: mx.array, x: mx.array, weights: Weights) -> None:
     want = reference.small_qmm(x, weights)
     assert y.dtype == x.dtype and y.shape == want.shape
     got, want = (np.array(a.astype(mx.float32)) for a in (y, want))
-    w, scales = weights.weight.astype(mx.float32), weights.scales
-    if scales is not None:
-        w = mx.dequantize(
-            weights.weight,
-            scales if weights.biases is None else scales.astype(mx.float32),
-            weights.biases,
-            weights.group_size,
-            weights.bits,
-            mode=weights.mode,
-            dtype=mx.float32,
-        )
+    w = weights.weight.astype(mx.float32)
+    if weights.scales is not None:
+        w = dequantized(weights, mx.float32)
     allowed = SUMMING * np.abs(np.array(x.astype(mx.float32))) @ np.abs(np.array(w)).T
     assert (np.abs(got - want) <= allowed + ROUNDING[x.dtype] * np.abs(want)).all()
 
@@ -253,11 +245,11 @@ def test_a_case_of_experts(form: Format, shared: bool, monkeypatch: pytest.Monke
         assert off < 0.05 * mx.abs(want).max()
 
 
-@pytest.mark.parametrize(
-    "mode, bits, group", [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
-)
-def test_each_code_and_scale(mode: str, bits: int, group: int, matrix: bool) -> None:
-    """Of a format of floats: rows of a unit matrix give the weights themselves."""
+OF_FLOATS = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+
+
+def every_code(mode: str, bits: int, group: int) -> tuple[Weights, int]:
+    """Weights that have each code and many scales of a format of floats, and their K."""
     codes = np.tile(np.arange(2**bits, dtype=np.uint8), 32 * 8 // 2**bits)
     if bits == 8:
         codes[codes % 128 == 127] = 0  # no number
@@ -267,8 +259,21 @@ def test_each_code_and_scale(mode: str, bits: int, group: int, matrix: bool) -> 
     k = weight.shape[1] * 32 // bits
     steps = np.arange(8 * k // group).reshape(8, -1)
     scales = mx.array((steps % 126 if mode == "nvfp4" else 40 + 2 * steps).astype(np.uint8))
-    weights = Weights(weight, scales, None, group, bits, mode)
-    want = mx.dequantize(weight, scales, None, group, bits, mode=mode, dtype=mx.float32)
+    return Weights(weight, scales, None, group, bits, mode), k
+
+
+def dequantized(weights: Weights, dtype: mx.Dtype) -> mx.array:
+    w, scales, group, bits = weights.weight, weights.scales, weights.group_size, weights.bits
+    if weights.biases is not None:
+        scales = scales.astype(dtype)
+    return mx.dequantize(w, scales, weights.biases, group, bits, mode=weights.mode, dtype=dtype)
+
+
+@pytest.mark.parametrize("mode, bits, group", OF_FLOATS)
+def test_each_code_and_scale(mode: str, bits: int, group: int, matrix: bool) -> None:
+    """Of a format of floats: rows of a unit matrix give the weights themselves."""
+    weights, k = every_code(mode, bits, group)
+    want = dequantized(weights, mx.float32)
     assert mx.isfinite(want).all()
     found = [simulated(mx.eye(16, k, first), weights, matrix).T for first in range(0, k, 16)]
     assert mx.array_equal(mx.concatenate(found, axis=1), want)

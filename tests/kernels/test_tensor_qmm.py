@@ -2,7 +2,6 @@
 summing that Apple allows, rows that do not know of each other, weights that are read once."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlxspec.kernels import matmul, metal, reference, trial
@@ -11,7 +10,16 @@ from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Rejected, Timer, relative_error
 from tests import metalsim
 from tests.kernels import on_simulator
-from tests.kernels.test_small_qmm import ODD, OTHERS, ROUNDING, arrays_of, some
+from tests.kernels.test_small_qmm import (
+    ODD,
+    OF_FLOATS,
+    OTHERS,
+    ROUNDING,
+    arrays_of,
+    dequantized,
+    every_code,
+    some,
+)
 
 # Of the sum of the products' magnitudes: what two bfloat keep of a weight; they vary in sign.
 KEPT = 2**-18
@@ -98,22 +106,11 @@ def test_more_turns_than_simd_groups(order: int) -> None:
         check(simulated(x, weights, order), x, weights)
 
 
-@pytest.mark.parametrize(
-    "mode, bits, group", [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
-)
+@pytest.mark.parametrize("mode, bits, group", OF_FLOATS)
 def test_each_code_and_scale(mode: str, bits: int, group: int) -> None:
     """Of a format of floats, whose values one bfloat holds: rows of a unit matrix give these."""
-    codes = np.tile(np.arange(2**bits, dtype=np.uint8), 32 * 8 // 2**bits)
-    if bits == 8:
-        codes[codes % 128 == 127] = 0  # no number
-    else:
-        codes = codes[::2] | codes[1::2] << 4
-    weight = mx.array(np.tile(codes, (8, 1)).view(np.uint32))
-    k = weight.shape[1] * 32 // bits
-    steps = np.arange(8 * k // group).reshape(8, -1)
-    scales = mx.array((steps % 126 if mode == "nvfp4" else 40 + 2 * steps).astype(np.uint8))
-    weights = Weights(weight, scales, None, group, bits, mode)
-    want = mx.dequantize(weight, scales, None, group, bits, mode=mode, dtype=mx.bfloat16)
+    weights, k = every_code(mode, bits, group)
+    want = dequantized(weights, mx.bfloat16)
     for first in range(0, k, 16):
         y = simulated(mx.eye(16, k, first).astype(mx.bfloat16), weights, order=4)
         assert mx.array_equal(y.T, want[:, first : first + 16])

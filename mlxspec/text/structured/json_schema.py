@@ -11,12 +11,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-from mlxspec.text.messages import (
-    as_list,
-    in_json_words,
-    rejected,
-    rejected_value,
-)
+from mlxspec.text.messages import as_list, in_json_words, rejected, rejected_value
 from mlxspec.types import Json, shown
 
 Nodes = list[Json]

@@ -93,6 +93,8 @@ class Recorder:
                 if hasattr(inner, name)
             }
             head.module = Timed(inner, verbs)
+            head.embed = self._clock("model", head.embed)
+            head.lm_head = self._clock("model", head.lm_head)
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:

@@ -83,10 +83,22 @@ def load_drafter(path: Path) -> Any:
     return load_drafter(str(path))[0]
 
 
+def sampler(temperature: float, seed: int) -> Any:
+    """What mlx-vlm's server draws the target's tokens with; None: greedily."""
+    from mlx_vlm.server.generation import _PositionedTargetSampler
+
+    return (
+        _PositionedTargetSampler(temperature=temperature, top_p=1.0, seed=seed)
+        if temperature
+        else None
+    )
+
+
 def rounds(
-    target: Any, drafter: Any, prompt: Tokens, depth: int, kind: str
+    target: Any, drafter: Any, prompt: Tokens, depth: int, kind: str, sampler: Any = None
 ) -> tuple[Tokens, Tokens, list[Tokens]]:
-    """One answer: its tokens, how many drafts each full round kept, and the drafts of all."""
+    """One answer: its tokens, how many drafts each full round kept, and the drafts of all. Greedily
+    or drawn by `sampler`."""
     from mlx_vlm.speculative import utils as speculative
 
     prompts = mx.array([prompt])
@@ -94,7 +106,11 @@ def rounds(
     family = FAMILIES.get(kind, "dflash")
     asked = speculative.speculative_prefill_kwargs(family, drafter)
     out = target(prompts, cache=cache, **asked)
-    first = int(out.logits[0, -1].argmax())
+    newest = out.logits[:, -1]
+    logprobs = newest - mx.logsumexp(newest, axis=-1, keepdims=True)
+    first = int(
+        sampler.sample_target(logprobs, row_ids=[0], positions=[0]) if sampler else newest.argmax()
+    )
     drafts: list[Tokens] = []
     name = "draft_block_greedy" if family == "dflash" else "draft_block"
     stock = getattr(drafter, name)
@@ -115,9 +131,9 @@ def rounds(
         **({} if family == "dflash" else {"prompt_tokens": prompts}),
         first_bonus=first,
         max_tokens=LENGTH,
-        sampler=lambda x: x.argmax(-1),
+        sampler=sampler or (lambda x: x.argmax(-1)),
         draft_block_size=depth + 1,
-        greedy_sampling=True,
+        greedy_sampling=not sampler,
     )
     tokens = [first, *(int(t) for t, _ in loop)]
     object.__delattr__(drafter, name)

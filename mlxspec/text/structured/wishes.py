@@ -1,8 +1,8 @@
 """What a message asks for by a number: "write 500 zeros", "a 16x16 matrix". As often the answer may
 repeat something, which else is a loop.
 
-A number counts beside a thing, or in a sentence that asks for something; the name of a room, a
-price, a year, a port or an address does not.
+A number counts behind few words only, such as "write" or "of", and beside a thing or in a sentence
+that asks for something; the name of a room, a price, a year, a port or an address does not.
 """
 
 import re
@@ -12,7 +12,7 @@ from itertools import pairwise
 MAX_ASKED = 8000  # tokens of what it asks for
 CELL = 8  # tokens, the most of each cell of a shape
 MAX_CELLS = 1 << 14  # of a shape; what has more is a resolution
-YEARS = {*range(1901, 2000), *range(2001, 2100)}  # which are no number of repetitions
+YEARS = {*range(1901, 2000), *range(2001, 2048)}  # which are no number of repetitions
 MAX_WISH = 1000  # characters of a message; of a longer one only its ends are read
 NAMED = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
@@ -21,21 +21,22 @@ NAMED = (
 WORDS = {word: i if i < 20 else 10 * i - 180 for i, word in enumerate(NAMED.split(), 1)}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "k": 1000, "million": 1_000_000}
 TIMES = {"by", "\u00d7"}  # between the numbers of a shape
-# Words before the name of something, which is no number of repetitions.
-IDS = frozenset(
-    "account apartment at bus chapter code commit din error flat flight gate highway http id"
-    " invoice iso issue line model order page password pid pin port postcode pr rfc room route seat"
-    " section sha status step street ticket timeout train version windows year zip".split()
+# Words before a number that counts the thing behind it. Behind other words it is the name or the
+# amount of something: "localhost 8080", "employee 20417", "earns 95000".
+BEFORE = frozenset(
+    "a add all also an and another append approximately around aus back bitte build but con"
+    " contain containing contains de di do emit exactly first genau get have hold include"
+    " insert it just last length like me mich mir mit need needs next nur of only or out please"
+    " plus put random roughly same see send some the then times to top up us use von want"
+    " wants we with you".split()
 )
-# Words before a number that counts something only where a verb of ASKS and a thing stand beside it.
-LEADS = frozenset(
-    "about are be cost costs for from in is on paid since than until was were".split()
-)
+# The same, where a verb of ASKS stands in the sentence.
+LEADS = frozenset("about are be for from in is on".split())
 # Words behind a number that are no things.
 NO_THINGS = frozenset(
-    "again an and answers are as at because but by can could did do does for from had has have he"
-    " how i if in is it may no not now of on or she should so than that the then they this to today"
-    " too versus vs was we were what when where which who will with would you".split()
+    "about again an and answers are as at because but by can could did do does for from had has"
+    " have he how i if in is it may no not now of on or she should so than that the then they this"
+    " to today too versus vs was we were what when where which who will with would you".split()
 )
 # Words behind the number of what is not written so often.
 UNITS = frozenset(
@@ -45,11 +46,12 @@ UNITS = frozenset(
 # What a number looks like in a shape, a range, "500x"; 0x10 is none.
 SHAPE = re.compile(r"(?<=\d)(?<!\b0)[ \t]*[x\u00d7*][ \t]*(?=\d)")
 RANGE = re.compile(r"(?<![\w-])(\d+)[-\u2013](?=\d+(?![\w-]))")
-FACTOR = re.compile(r"\bx(?=\d)|(?<=\d)x\b")
-# Verbs of a sentence that asks for something.
+FACTOR = re.compile(r"\bx(?=\d)|(?<=\d)x\b|\b(?:mal|fois|veces|volte|vezes)\b")
+# Verbs of a sentence that asks for something; also German, French, Spanish and Italian ones.
 ASKS = re.compile(
     r"\b(?:count|create|draw|echo|fill|generate|give|list|make|output|print|produce|repeat|return|say"
-    r"|show|type|write|written)\b"
+    r"|show|type|write|written|erstelle|erzeuge|gib|schreibe?|wiederhole|zeige?|[e\u00e9]cris"
+    r"|g\u00e9n\u00e8re|r\u00e9p\u00e8te|escribe|genera|repite|ripeti|scrivi)\b"
 )
 SENTENCE = re.compile(r"(?<=[.!?])\s|\n")
 WISH = re.compile(
@@ -81,10 +83,9 @@ def _counted(sentence: str, asks: bool) -> Iterator[tuple[int, bool]]:
     number, shape, before, lead = 0, 1, "", ""
     parts = [*WISH.findall(text), "", ""]
     for part, after in pairwise(parts):
-        named = before in IDS and after != "times"
-        digits = "" if named else re.sub(r"\D", "", part)
+        digits = re.sub(r"\D", "", part)
         lead = lead if number else before
-        before = before if part == ":" else part
+        before = part
         if part in WORDS:
             number += WORDS[part]
         elif part in SCALES:
@@ -107,8 +108,8 @@ def _is_wish(count: int, lead: str, after: str, asks: bool) -> bool:
     if count in YEARS or after in UNITS:
         return False
     thing = after.isalpha() and after not in NO_THINGS
-    if thing or after == "times":
+    if after == "times":
         return asks or lead not in LEADS
-    if lead.isalpha() and len(lead) > 1 and lead != "times":
-        return asks and lead not in LEADS
-    return asks or not after
+    if lead[1:].isalpha() and lead not in BEFORE and not ASKS.fullmatch(lead):
+        return asks and thing and lead in LEADS
+    return asks or thing or not (after or lead[1:] or lead == ":")

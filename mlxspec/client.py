@@ -58,6 +58,7 @@ def request(
             response = connection.getresponse()
             if response.status != 200:
                 error = json.loads(response.read(MAX_LINE))["error"]
+                error = {"message": error} if isinstance(error, str) else error  # Ollama's
                 message = printable(str(error["message"]))
                 fix = "; give --api-key" if response.status == 401 else ""
                 why = f"the server answered {response.status}: {message}{fix}"

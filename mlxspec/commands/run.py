@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from mlxspec.client import POLL_S, ClientError, NotRunning, request, when_loaded
+from mlxspec.client import POLL_S, STREAM_S, ClientError, NotRunning, request, when_loaded
 from mlxspec.commands.chat import Chat, Settings, System, converse, new_chat
 from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk
 from mlxspec.commands.plain_output import note
@@ -52,7 +52,8 @@ def run(
 ) -> None:
     """Chat with MODEL: on the running server, else on one that is started for this chat.
 
-    The started server has the settings that serve would use, and stops at the end.
+    A running server serves a model of this disk from then on. One that is started has the settings
+    that serve would use, and stops at the end.
     """
     talk = new_chat(url, api_key, system, settings)
     try:
@@ -79,9 +80,12 @@ def _connect(talk: Chat, model: str) -> None:
     try:
         when_loaded(lambda: talk.use(model), report=note)
     except ClientError as error:
-        if error.code == "model_not_found":
-            raise ClientError(f"{error}; for another one stop it, or serve both") from error
-        raise
+        if error.code != "model_not_found" or model not in names_on_disk():
+            raise
+        note("it is on this disk; the server serves it from now on")
+        served = {"model": model, "stream": False}
+        with request(*talk.server, "POST", "/api/pull", served, STREAM_S):
+            talk.use(model)
 
 
 def _answer(talk: Chat, prompt: str | None) -> None:

@@ -204,9 +204,10 @@ class ServerState:
         wanted = wanted[:MAX_NAME]
         near = sorted(served, key=lambda each: -SequenceMatcher(None, each.lower(), wanted).ratio())
         names = ", ".join(map(repr, near[:MAX_LISTED]))
-        why = f"no model {name[:MAX_NAME]!r} here; send {names} or 'default'"
-        if len(near) > MAX_LISTED:
-            why += f"; /v1/models lists all {len(near)}"
+        why = (
+            f"no model {name[:MAX_NAME]!r} here; send {names} or 'default' (/v1/models lists all),"
+            " or have another one served by POST /api/pull or on the page"
+        )
         raise ApiError(404, why, param="model", code="model_not_found")
 
     async def model(self, name: str | None) -> TextModel:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -111,4 +112,37 @@ def test_the_model_is_not_there(tmp_path: Path) -> None:
             env=os.environ,
         )
     assert done.returncode == 2 and "no 'tinny' here" in done.stderr
-    assert "stop it, or serve both" in done.stderr
+
+
+@pytest.mark.parametrize("refusal", ["", "owner/b is being downloaded"])
+def test_a_model_of_this_disk_is_served_too(
+    refusal: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ollama: no restart, and a refusal in Ollama's form is told."""
+    owned = tmp_path / "home" / "MLXModels" / "owner" / "tiny"
+    owned.parent.mkdir(parents=True)
+    model.rename(owned)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    pulled: list[str] = []
+
+    def get(peer: Any) -> None:
+        missing = {"error": {"message": "no such model", "code": "model_not_found"}}
+        peer.reply(200 if pulled else 404, {"id": "owner/tiny"} if pulled else missing)
+
+    def post(peer: Any) -> None:
+        if peer.path != "/api/pull":
+            return handler.do_POST(peer)  # type: ignore[attr-defined, no-any-return]
+        size = int(peer.headers["content-length"])
+        pulled.append(json.loads(peer.rfile.read(size))["model"])
+        peer.reply(409 if refusal else 200, {"error": refusal} if refusal else {})
+
+    with serving(echo) as server:
+        handler = server.RequestHandlerClass
+        server.RequestHandlerClass = type("Ours", (handler,), {"do_GET": get, "do_POST": post})
+        words = [sys.executable, "-m", "mlxspec", "run", "owner/tiny", "Hi", "--url", server.url]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert pulled == ["owner/tiny"]
+    if refusal:
+        assert done.returncode == 2 and refusal in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "You said Hi.\n")

@@ -129,7 +129,8 @@ async def test_an_unknown_name_is_told_what_there_is(make: Make) -> None:
     for path in ("/v1/chat/completions", "/v1/models/load", "/v1/models/unload"):
         answer = await s.post(path, {"model": "gpt-9", "messages": MESSAGES})
         assert answer.status == 404 and answer.error["code"] == "model_not_found"
-        assert "send 'tiny', 'other' or 'default'" in answer.error["message"]
+        message = answer.error["message"]
+        assert "'tiny'" in message and "'other'" in message and "/api/pull" in message
 
 
 async def test_the_publisher_s_name_may_be_left_out(
@@ -175,7 +176,7 @@ async def test_few_of_many_models_are_named_the_nearest_first(
         server.resolve_name("llama3:8b")
     message = caught.value.message
     assert message.startswith("no model 'llama3:8b' here; send 'b/Llama-3-8B', 'a/model-")
-    assert message.count("'a/model-") == 9 and message.endswith("; /v1/models lists all 301")
+    assert message.count("'a/model-") == 9 and "/v1/models" in message
 
 
 async def test_a_tokenizer_loads_off_the_event_loop_and_once(

@@ -12,7 +12,7 @@ from itertools import pairwise
 MAX_ASKED = 8000  # tokens of what it asks for
 CELL = 8  # tokens, the most of each cell of a shape
 MAX_CELLS = 1 << 14  # of a shape; what has more is a resolution
-YEARS = {*range(1901, 2000), *range(2001, 2048)}  # which are no number of repetitions
+YEARS = range(1901, 2048)  # which are no number of repetitions, but for 2000
 MAX_WISH = 1000  # characters of a message; of a longer one only its ends are read
 NAMED = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
@@ -24,14 +24,12 @@ TIMES = {"by", "\u00d7"}  # between the numbers of a shape
 # Words before a number that counts the thing behind it. Behind other words it is the name or the
 # amount of something: "localhost 8080", "employee 20417", "earns 95000".
 BEFORE = frozenset(
-    "a add all also an and another append approximately around aus back bitte build but con"
-    " contain containing contains de di do emit exactly first genau get have hold include"
-    " insert it just last length like me mich mir mit need needs next nur of only or out please"
-    " plus put random roughly same see send some the then times to top up us use von want"
-    " wants we with you".split()
+    "a about add all also an and another append approximately around aus back be bitte build"
+    " but con contain containing contains de di do emit exactly first for from genau get have"
+    " hold include insert it just last length like me mich mir mit need needs next nur of only"
+    " or out please plus put random roughly same see send some the then times to top up us use"
+    " von want wants we with you".split()
 )
-# The same, where a verb of ASKS stands in the sentence.
-LEADS = frozenset("about are be for from in is on".split())
 # Words behind a number that are no things.
 NO_THINGS = frozenset(
     "about again an and answers are as at because but by can could did do does for from had has"
@@ -81,8 +79,7 @@ def _counted(sentence: str, asks: bool) -> Iterator[tuple[int, bool]]:
     """`_numbers` of a sentence."""
     text = FACTOR.sub(" times ", RANGE.sub(r"\1 to ", SHAPE.sub(" \u00d7 ", sentence)))
     number, shape, before, lead = 0, 1, "", ""
-    parts = [*WISH.findall(text), "", ""]
-    for part, after in pairwise(parts):
+    for part, after in pairwise([*WISH.findall(text), "", ""]):
         digits = re.sub(r"\D", "", part)
         lead = lead if number else before
         before = part
@@ -105,11 +102,11 @@ def _counted(sentence: str, asks: bool) -> Iterator[tuple[int, bool]]:
 def _is_wish(count: int, lead: str, after: str, asks: bool) -> bool:
     """Whether a number between two words says how often something is wanted: it counts a thing, or
     its sentence `asks` for something."""
-    if count in YEARS or after in UNITS:
+    if (count in YEARS and count != 2000) or after in UNITS:
         return False
     thing = after.isalpha() and after not in NO_THINGS
     if after == "times":
-        return asks or lead not in LEADS
+        return True
     if lead[1:].isalpha() and lead not in BEFORE and not ASKS.fullmatch(lead):
-        return asks and thing and lead in LEADS
+        return False
     return asks or thing or not (after or lead[1:] or lead == ":")

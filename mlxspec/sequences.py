@@ -179,6 +179,16 @@ class Seq:
         """Tokens that may still be sampled, if everything in flight is accepted."""
         return self.prompt_len + self.request.max_tokens - self.known - self.inflight_drafts
 
+    def uncut(self, rows: int) -> int:
+        """So many next rows, or others, if these would end between rows that see each other: those
+        before that image, or all of it."""
+        stop = self.computed + rows
+        for image in self.request.images:
+            if rows and image.both_ways and image.start < stop < image.stop:
+                ahead = image.start - self.computed
+                return ahead if ahead > 0 else image.stop - self.computed
+        return rows
+
     @property
     def loops(self) -> int:
         """Loops that were ended; 0 without a loop guard."""

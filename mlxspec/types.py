@@ -86,13 +86,15 @@ class Image:
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
     """Where an image stands in a prompt: ids `start` to `stop`, of which the negative ones are its
-    rows, in order. `rows` and `columns` are counted in these."""
+    rows, in order. `rows` and `columns` are counted in these. `both_ways`: these rows see those
+    after them too, in layers with a window, so that one forward has all that are not cached."""
 
     start: int
     stop: int
     image: Image
     rows: int
     columns: int
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ VOCAB = 300  # of what texts have
 DRAFTERS = ["plain", "liar", "lookup", "suffix"]
 LAYOUTS = [("mistral3", "rows"), ("mistral3", "gather"), ("pixtral", "rows"), ("qwen3_5", "rect")]
 LAYOUTS += [("qwen3_vl", "rows"), ("qwen3_vl", "gather"), ("gemma4", "rows")]
+LAYOUTS += [("gemma4" + vision.BOTH_WAYS, layout) for layout in ("rows", "gather")]
 LAYOUTS += [("qwen3_5_moe", "rect"), ("qwen3_vl_moe", "rows")]
 HALVES = ("mistral3-4bit", "rows")  # bf16 with 4-bit weights, as on a Mac
 OWN = {"mistral3": OTHER_HEADS, "qwen3_5": ["mtp", *OTHER_HEADS], "qwen3_vl": ["mtp", *OTHER_HEADS]}

@@ -225,9 +225,14 @@ def _proven(shape: Shape, rows: int) -> bool:
     return all(KERNELS.variant(case.name, rows) for case in paged_attention_cases(shape))
 
 
+def _few(group: Group, shape: Shape) -> bool:
+    """Whether the kernel takes the group's rows: a few, none of which sees later positions."""
+    return group.length <= ROWS and not (shape.window and group.ends is not None)
+
+
 def kernel_alone(shape: Shape, groups: Iterable[Group]) -> bool:
     """Whether all these groups go through the kernel, and so would any with as few rows."""
-    few = all(group.length <= ROWS for group in groups)
+    few = all(_few(group, shape) for group in groups)
     return few and _proven(shape, 1) and _proven(shape, ROWS)
 
 
@@ -240,7 +245,7 @@ def paged_attention(a: Attention, unproven: bool = False, shape: Shape | None = 
         KERNELS.recorded += paged_attention_cases(shape)
 
     def ours(group: Group) -> bool:
-        if not shape or group.length > ROWS:
+        if not shape or not _few(group, shape):
             return False
         return unproven or _proven(shape, group.length)
 

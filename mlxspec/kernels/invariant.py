@@ -130,7 +130,7 @@ def _parts_of(a: Attention, group: Group) -> tuple[Array, Array, Array]:
         )
     positions = group.positions()[:, None] + mx.arange(group.length)
     slots = mx.array(firsts)[:, None] + mx.arange(width * size)
-    mask = slots[:, None] <= positions[..., None]
+    mask = slots[:, None] <= group.last(a.window)[..., None]
     if a.window:
         mask &= slots[:, None] > positions[..., None] - a.window
     if group.first:

@@ -47,8 +47,9 @@ class Group:
 
     `starts` [B]: positions of their first rows. `tables`: their block ids by window; None: layers
     that see everything. A table covers at least `start + max_shift + length` slots. Row i of
-    sequence b sees positions `first` to starts[b] + i. Where the host does not know yet how many
-    drafted tokens were accepted, `shift` int32 [B], at most `max_shift`, is added to the starts.
+    sequence b sees positions `first` to starts[b] + i; with a window up to `ends` [B, length], if
+    that is more. Where the host does not know yet how many drafted tokens were accepted, `shift`
+    int32 [B], at most `max_shift`, is added to the starts.
     """
 
     lo: int
@@ -60,6 +61,7 @@ class Group:
     shift: Array | None = None
     max_shift: int = 0
     first: int = 0
+    ends: Array | None = None
     _selections: dict[int | None, Selection] = field(default_factory=dict)
 
     def visible(self, window: int | None) -> list[tuple[int, list[int]]]:
@@ -74,8 +76,8 @@ class Group:
         return ranges
 
     def split(self, most: int) -> "list[Group]":
-        """The same rows in groups of at most so many of a sequence."""
-        if self.length <= most:
+        """The same rows in groups of at most so many of a sequence, where none sees later ones."""
+        if self.length <= most or self.ends is not None:
             return [self]
         parts = []
         for n, start in enumerate(self.starts):
@@ -103,6 +105,11 @@ class Group:
         starts = mx.array(self.starts)
         return starts if self.shift is None else starts + self.shift
 
+    def last(self, window: int | None) -> Array:
+        """int32 [B, length]: the last position that each row sees; without a window its own."""
+        own = self.positions()[:, None] + mx.arange(self.length)
+        return mx.maximum(own, self.ends) if window and self.ends is not None else own
+
     def select(self, window: int | None) -> Selection:
         """What attention with this sliding window reads; computed once per step, shared by layers.
 
@@ -122,7 +129,7 @@ class Group:
         end = self.starts[0] + self.length
         keep = slice(0, width * size)
         mask: Array | str | None = None
-        single = len(tables) == 1 and self.shift is None
+        single = len(tables) == 1 and self.shift is None and not (window and self.ends is not None)
         if single and (self.length == 1 or not window or end <= window):
             keep = slice(low % size, end - low // size * size)
             if self.length > 1:
@@ -131,18 +138,16 @@ class Group:
             mask = self._mask(window, width * size)
         first = tables[0][0]
         if tables == [list(range(first, first + width))]:
-            base = first * size
-            return slice(base + keep.start, base + keep.stop), mask, keep
+            return slice(first * size + keep.start, first * size + keep.stop), mask, keep
         return Blocks(block_array(tables, width)), mask, keep
 
     def _mask(self, window: int | None, width: int) -> Array:
         """Bool [B, 1, rows, width]: whether a row sees each of its sequence's visible slots."""
-        rows = mx.arange(self.length)
-        positions = self.positions()[:, None, None] + rows[:, None]
+        positions = self.last(None)[..., None]
         size = self.block_size
         first = mx.array([low // size * size for low, _ in self.visible(window)])
         slots = first[:, None, None] + mx.arange(width)
-        mask = slots <= positions
+        mask = slots <= (positions if self.ends is None else self.last(window)[..., None])
         if window:
             mask &= slots > positions - window
         if self.first:

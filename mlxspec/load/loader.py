@@ -234,6 +234,7 @@ def _plan_memory(
     size = weights(model) + tower_bytes(eyes.tower if eyes else None)
     drafting.check_room(room, size, layout.cache_bytes)
     cached = drafting.beside(layout.cache_bytes)
+    room = replace(room, uncut=eyes.uncut if eyes else 0)
     return make_plan(room, size + drafting.nbytes, cached)
 
 

@@ -69,6 +69,7 @@ def open_eyes(
         if not why and reader:
             load_weights(tower)
             eyes = Eyes(model, tower, files)
+            eyes.uncut = reader.uncut
             if cache.blind is None:
                 runner = cache.layout.runner(model, BLOCK, BLOCKS)
                 runner.see(eyes)
@@ -88,7 +89,8 @@ def open_eyes(
 
 def image_error(runner: Runner, reader: ImageReader) -> str:
     """What is wrong with a prompt with a small image, "" if nothing: it must be read alike in one
-    forward and in chunks that cut the image, and another image must be read otherwise."""
+    forward and in chunks that cut the image, if its rows see only those before them, and another
+    image must be read otherwise."""
     if runner.layout == "solo":
         return "in the solo layout the model is mlx-lm's own"
     rng = np.random.default_rng(0)
@@ -102,9 +104,13 @@ def image_error(runner: Runner, reader: ImageReader) -> str:
     one = image(b"one")
     whole = _logits(runner, reader, one, cuts=())
     first = len(TEXTS[0]) + len(reader.before)
-    cut = _logits(runner, reader, one, cuts=(first + 2, first + 4))
+    cuts = first + 2, first + 4
+    if reader.both_ways:
+        span = reader.span(one, len(TEXTS[0]))[1]
+        cuts = span.start, span.stop
+    cut = _logits(runner, reader, one, cuts)
     if wrong := logits_error([{0: cut}], [whole[None]]):
-        return f"an image in two chunks: {wrong}"
+        return f"an image in chunks: {wrong}"
     other = _logits(runner, reader, image(b"other"), cuts=())
     if mx.array_equal(whole, other).item():
         return "another image makes no difference"

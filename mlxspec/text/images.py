@@ -51,8 +51,9 @@ class ImageReader:
     """How a family reads images: files.py's preprocessor_config.json or processor_config.json name
     the figures. `merge`: so many patches squared are one row of the model. `pixels` are the least
     and the most after scaling, `longest` bounds a side; 0: no bound. `fills`: an image is scaled up
-    to `pixels`, as Gemma's are. `placeholder` is the template's text for an image, with `token` in
-    it; `before`, `row_end` and `after` are ids beside an image's rows."""
+    to `pixels`, as Gemma's are. `both_ways`: see ImageSpan. `placeholder` is the template's text
+    for an image, with `token` in it; `before`, `row_end` and `after` are ids beside an image's
+    rows."""
 
     patch: int
     merge: int
@@ -61,11 +62,18 @@ class ImageReader:
     token: str
     longest: int = 0
     fills: bool = False
+    both_ways: bool = False
     mean: tuple[float, ...] = HALF
     std: tuple[float, ...] = HALF
     before: tuple[int, ...] = ()
     row_end: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+
+    @property
+    def uncut(self) -> int:
+        """The most ids of an image whose rows see those after them; else 0."""
+        most = self.pixels[1] // (self.patch * self.merge) ** 2
+        return self.both_ways * (len(self.before) + most + len(self.after))
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """The size in pixels to which an image is scaled: whole squares of patches."""
@@ -139,7 +147,7 @@ class ImageReader:
             if row < rows - 1:
                 ids += self.row_end
         ids += self.after
-        return ids, ImageSpan(start, start + len(ids), image, rows, columns)
+        return ids, ImageSpan(start, start + len(ids), image, rows, columns, self.both_ways)
 
 
 def marker_of(digest: str) -> str:
@@ -283,8 +291,8 @@ def _reader(path: Path, config: Json, most: int) -> ImageReader | None:
     files = read_json(path / "processor_config.json")
     given = files.get("image_processor") or read_json(path / "preprocessor_config.json")
     vision = config.get("vision_config") or {}
-    if not vision or config.get("text_config", {}).get("use_bidirectional_attention") == "vision":
-        return None  # the rows of such an image see those after them, which is not built
+    if not vision:
+        return None
     patch = vision.get("patch_size", 16)
     mean, std = (tuple(given.get(key) or HALF) for key in ("image_mean", "image_std"))
     size = given.get("size") or {}
@@ -326,6 +334,7 @@ def _reader(path: Path, config: Json, most: int) -> ImageReader | None:
             "<|image|>",
             "<|image|>",
             fills=True,
+            both_ways=config["text_config"].get("use_bidirectional_attention") == "vision",
             before=(config.get("boi_token_id", 255999),),
             after=(config.get("eoi_token_id", 258882),),
         )

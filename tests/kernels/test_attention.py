@@ -455,6 +455,23 @@ def test_longer_groups_go_through_the_reference(shapes: Shapes, rows: slice) -> 
     assert mx.allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 12])
+def test_rows_that_see_later_ones_go_through_the_reference(window: int | None) -> None:
+    """In layers with a window alone; their neighbours keep the kernel's bits."""
+    step = Step(((1, (3,)), (5, (30,)), (1, (9,))), window=window)
+    q, k, v, groups, *rest = step.make()
+    pools = mx.nan_to_num(k), mx.nan_to_num(v)
+    plain = simulated((q, *pools, groups, *rest))
+    groups[1].ends = mx.array([[-1, 34, 34, 34, -1]])
+    args = q, *pools, groups, *rest
+    got, want = simulated(args), reference.paged_attention(Attention(*args))
+    same = np.array((got == plain).all(axis=(1, 2)))
+    assert same[[0, 6]].all() and same[1:6].all() == (window is None)
+    assert mx.allclose(got, want, atol=1e-5)
+    shape = attention.shape_of(Attention(*args))
+    assert shape and (window is None or not attention.kernel_alone(shape, groups))
+
+
 @pytest.mark.parametrize("heads, kv", [(1, 1), (2, 1), (3, 1), (3, 3)])
 @pytest.mark.parametrize("start", [3, 40, 140])
 def test_few_heads(start: int, heads: int, kv: int) -> None:

@@ -24,6 +24,7 @@ from mlxspec.types import Image, ImageSpan
 from tests.support import architectures, tiny
 from tests.tiny_tokenizer import save_tokenizer
 
+BOTH_WAYS = "_both_ways"  # the end of a kind whose images' rows see those after them
 KINDS = ("mistral3", "pixtral", "qwen3_5", "qwen3_vl", "gemma4")  # and Qwen's with experts
 _TOWER: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, patch_size=4
@@ -66,8 +67,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 def config(kind: str) -> dict[str, Any]:
     """As config.json would have it."""
+    both_ways, kind = kind.endswith(BOTH_WAYS), kind.removesuffix(BOTH_WAYS)
     found = architectures.config(kind)
     text = found["text_config"]
+    if both_ways:
+        text["use_bidirectional_attention"] = "vision"
     tower = dict(TOWERS[kind])
     if kind.startswith("qwen"):
         tower["out_hidden_size"] = text["hidden_size"]
@@ -89,6 +93,7 @@ def save(path: Path, kind: str) -> Path:
     four, kind = kind.endswith(tiny.FOUR), kind.removesuffix(tiny.FOUR)
     save_tokenizer(path)
     settings = config(kind)
+    kind = kind.removesuffix(BOTH_WAYS)
     model = architectures.build(kind)
     if four:
         tiny.four_bits(model)

@@ -322,6 +322,6 @@ def test_families_have_readers(tmp_path: Path) -> None:
     text_only = vision.config("mistral3") | {"vision_config": None}
     assert image_reader(tmp_path, text_only, 1 << 20) is None
     assert image_reader(tmp_path, vision.config("pixtral") | {"model_type": "x"}, 1 << 20) is None
-    both_ways = vision.config("gemma4")
-    both_ways["text_config"]["use_bidirectional_attention"] = "vision"
-    assert image_reader(tmp_path, both_ways, 1 << 20) is None
+    for end in ("", vision.BOTH_WAYS):
+        reader = image_reader(tmp_path, vision.config(f"gemma4{end}"), 1 << 20)
+        assert reader and reader.both_ways == bool(end)

@@ -49,8 +49,6 @@ def load_vision(path: Path, config: Json) -> nn.Module | None:
 def _load(path: Path, config: Json) -> nn.Module | None:
     if not _is_known(config):
         return None
-    if _sees_both_ways(config):
-        raise UnsupportedModel("its images attend in both directions, which is not built")
     weights: dict[str, Array] = {}
     for file in weight_files(path):
         arrays: Any = mx.load(str(file))
@@ -60,19 +58,12 @@ def _load(path: Path, config: Json) -> nn.Module | None:
 
 def has_tower(path: Path, config: Json) -> bool:
     """Whether a model directory holds a tower of a known family; what it needs is not checked."""
-    readable = _is_known(config) and not _sees_both_ways(config)
-    return readable and any(map(_is_vision, tensor_names(path)))
+    return _is_known(config) and any(map(_is_vision, tensor_names(path)))
 
 
 def _is_known(config: Json) -> bool:
     """Whether a config.json names a tower of a known family."""
     return config.get("model_type") in FAMILIES and bool(config.get("vision_config"))
-
-
-def _sees_both_ways(config: Json) -> bool:
-    """Whether the rows of an image see those after them, as some Gemma 4's do."""
-    text = config.get("text_config")
-    return isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
 
 
 def _is_vision(name: str) -> bool:

@@ -137,6 +137,7 @@ class Eyes:
         self.tower = tower
         self.view: Any = None
         self.runs = 0  # of the tower
+        self.uncut = 0  # rows of an image that one forward must have, at most
         self._features: OrderedDict[bytes, Array] = OrderedDict()
         trunk = trunk_of(model)
         embed = trunk.get("embed_tokens")
@@ -196,6 +197,7 @@ class Eyes:
         index: list[int] = []
         features: list[Array] = []
         counts = [length or span.rows for span in spans]
+        ends = np.full(sum(counts), -1)
         first = 0
         for span, count in zip(spans, counts, strict=True):
             stop = span.start + span.count
@@ -203,8 +205,13 @@ class Eyes:
                 if image.start < stop and span.start < image.stop:
                     rows, part = _part_of(span, image)
                     index += [first + row for row in rows]
+                    if image.both_ways and rows:
+                        ends[index[-len(rows) :]] = span.start + rows[-1]
                     features.append(self.features(image.image)[part])
             first += count
+        for group in view.groups:
+            if (group_ends := ends[group.lo : group.hi]).max() >= 0:
+                group.ends = mx.array(group_ends.reshape(-1, group.length))
         positions = None
         if self.turns and index:
             axes = [positions_of(span, count) for span, count in zip(spans, counts, strict=True)]

@@ -1,0 +1,143 @@
+"""Gemma 4's larger models: an image's rows see those after them in the layers with a window, clamped
+to it, and only those before them in the others, as transformers 5.24 has it. The oracle is mlx-lm's
+own model with masks of our own making."""
+
+import json
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model
+
+from mlxspec.config import Config
+from mlxspec.load.loader import load_engine
+from mlxspec.model.runner import Runner
+from mlxspec.sequences import SeqState, Span
+from mlxspec.text.images import image_reader
+from mlxspec.types import ImageSpan, Request, Sampling
+from tests.support import tiny, vision
+
+KIND = "gemma4" + vision.BOTH_WAYS
+BLOCK = 8
+CLOSE = 1e-4
+
+
+def sees(spans: Sequence[ImageSpan], tokens: list[int], window: int) -> np.ndarray:
+    """Bool [rows, rows]: who sees whom."""
+    at = np.arange(len(tokens))
+    allowed = at[None] <= at[:, None]
+    if window:
+        for span in spans:
+            rows = [i for i in range(span.start, span.stop) if tokens[i] < 0]
+            allowed[np.ix_(rows, rows)] = True
+        allowed &= at[None] > at[:, None] - window
+    return allowed
+
+
+def wanted(path: Path, tokens: list[int], spans: Sequence[ImageSpan], eyes: Any) -> mx.array:
+    """float32 [rows, vocab], by mlx-lm's model in one pass."""
+    model: Any = load_model(path)[0]
+    text = model.language_model.model
+    ids = mx.maximum(mx.array([tokens]), 0)
+    x = text.embed_tokens(ids)
+    rows = mx.array([i for i, token in enumerate(tokens) if token < 0])
+    x[0, rows] = mx.concatenate([eyes.features(each.image) for each in spans]) / text.embed_scale
+
+    def masks(self: Any, *_: Any) -> list[mx.array]:
+        windows = [
+            self.config.sliding_window if layer.layer_type == "sliding_attention" else 0
+            for layer in self.layers
+        ]
+        return [mx.array(sees(spans, tokens, window)) for window in windows]
+
+    with patch.object(type(text), "_make_masks", masks):
+        logits: mx.array = model.language_model(ids, input_embeddings=x)[0]
+    mx.eval(logits)
+    return logits
+
+
+def ours(
+    seen: vision.Seeing, tokens: list[int], spans: list[ImageSpan], cuts: list[int]
+) -> mx.array:
+    """float32 [rows, vocab]: those behind each chunk."""
+    runner = Runner(seen.model, seen.layout, BLOCK, 64)
+    runner.see(seen.eyes)
+    table = list(range(1, 2 + len(tokens) // BLOCK))
+    state = SeqState(prompt_len=len(tokens), images=tuple(spans))
+    start, found = 0, []
+    for stop in (*cuts, len(tokens)):
+        span = Span(state, [table], tokens, start=start, count=stop - start, samples=True)
+        found.append(runner.forward([span], None).logits[-1])
+        mx.eval(found)
+        start = stop
+    return mx.stack(found)
+
+
+@pytest.mark.parametrize("cut", ["whole", "around", "tokens"])
+@pytest.mark.parametrize("name", ["one", "two", "longer than the window", "ends"])
+def test_logits_are_those_of_the_rule(name: str, cut: str, tmp_path: Path) -> None:
+    path = vision.save(tmp_path, KIND)
+    seen = vision.open_model(path)
+    rng = random.Random(0)
+
+    def text(n: int) -> list[int]:
+        return [rng.randrange(300) for _ in range(n)]
+
+    parts: dict[str, list[Any]] = {
+        "one": [text(5), seen.image(20, 16), text(9)],
+        "two": [text(3), seen.image(20, 16), text(2), seen.image(16, 30, seed=1), text(4)],
+        "longer than the window": [text(20), seen.image(48, 48, seed=2), text(6)],
+        "ends": [text(6), seen.image(20, 16)],
+    }
+    tokens, spans = vision.prompt(seen, *parts[name])
+    assert all(span.both_ways for span in spans)
+    places = {edge for span in spans for edge in (span.start, span.stop)}
+    if cut == "tokens":  # those of texts
+        places |= set(range(1, spans[0].start)) | set(range(spans[-1].stop, len(tokens)))
+    cuts = sorted(places - {0, len(tokens)}) if cut != "whole" else []
+    want = wanted(path, tokens, spans, seen.eyes)
+    got = ours(seen, tokens, spans, cuts)
+    rows = mx.array([stop - 1 for stop in (*cuts, len(tokens))])
+    assert mx.abs(got - want[rows]).max().item() <= CLOSE
+
+
+def test_the_rule_matters(tmp_path: Path) -> None:
+    """Rows that see only what is before them give other logits."""
+    path = vision.save(tmp_path, KIND)
+    seen = vision.open_model(path)
+    tokens, spans = vision.prompt(seen, [3, 1, 4], seen.image(20, 16), [1, 5, 9])
+    want = wanted(path, tokens, spans, seen.eyes)
+    causal = partial(sees, [])
+    with patch(f"{__name__}.sees", lambda _, *given: causal(*given)):
+        other = wanted(path, tokens, spans, seen.eyes)
+    assert mx.abs(want - other)[-1].max().item() > 1000 * CLOSE
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("budget", [1, 8, 0])
+def test_an_image_of_more_rows_than_the_budget(budget: int, sequences: int, tmp_path: Path) -> None:
+    """Has room in the pools of windows, however few rows a step reads, beside another like it."""
+    path = vision.save(tmp_path, KIND)
+    settings = {"image_processor": {"max_soft_tokens": 280}}
+    (path / "processor_config.json").write_text(json.dumps(settings))
+    config = Config(
+        cache_gb=0, prefill_budget=budget, block_size=8, max_sequences=sequences, draft="off"
+    )
+    engine, info = load_engine(path, "sees", config)
+    assert info.sees and engine.runner.view.num_blocks.keys() > {None}
+    reader = image_reader(path, json.loads((path / "config.json").read_text()), 1 << 20)
+    assert reader
+    for seed, name in enumerate(("one", "other")):
+        image = reader.read(vision.png(64, 64, seed=seed))
+        ids, span = reader.span(image, 3)
+        assert span.rows * span.columns > 200
+        prompt = (5, 6, 7, *ids, 9)
+        engine.add(Request(name, prompt, 3, Sampling(0.0), images=(span,)))
+    outputs = tiny.run(engine)
+    assert {len(tiny.tokens(outputs, name)) for name in ("one", "other")} == {3}

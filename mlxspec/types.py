@@ -73,7 +73,8 @@ class Sampling:
 class Image:
     """An image as a vision tower reads it. `patches`: uint8 [rows * columns, patch * patch * 3],
     numpy's, row by row, each pixel's channels together, of which the tower gets (patches / 255 -
-    mean) / std. `digest`: of all of it."""
+    mean) / std. `digest`: of all of it. `scaled` says in pixels how much larger it was, if it was
+    much larger."""
 
     patches: Any
     rows: int
@@ -81,6 +82,7 @@ class Image:
     digest: bytes
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    scaled: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class Strict(BaseModel):
 
 PRIORITY = "x-mlxspec-priority"
 IGNORED = "mlxspec.ignored"  # in a request's scope: unknown fields, and content left out
+SCALED = "mlxspec.scaled"  # in a request's scope: how images were scaled down
 MAX_NAMED = 32  # names in the header, and in a line of the log
 
 
@@ -137,14 +138,16 @@ StrictT = TypeVar("StrictT", bound=Strict)
 
 
 def report_ignored(app: ASGIApp) -> ASGIApp:
-    """`app` with a response header that lists what `endpoint` ignored, percent-encoded; a 500 has
-    none, as it is made outside."""
+    """`app` with response headers that list what `endpoint` ignored, percent-encoded, and how it
+    scaled images down; a 500 has none, as it is made outside."""
 
     async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
         async def reply(message: Message) -> None:
             if "headers" in message and (ignored := scope.get(IGNORED)):
                 names = [quote(name, safe="[]") or "%00" for name in _reported(ignored)]
                 MutableHeaders(scope=message)["x-mlxspec-ignored"] = ", ".join(names)
+            if "headers" in message and (scaled := scope.get(SCALED)):
+                MutableHeaders(scope=message)["x-mlxspec-scaled"] = ", ".join(scaled)
             await send(message)
 
         await app(scope, receive, reply)
@@ -171,6 +174,8 @@ def endpoint(
                 where = "input" if "input" in kind.model_fields else "messages"
                 reading = read_images(model, files, http.scope[IGNORED], where)
                 body._images = await while_connected(http, reading)
+                changes = [getattr(image, "scaled", "") for image in body._images.values()]
+                http.scope[SCALED] = list(filter(None, changes))[:MAX_NAMED]
                 rendered = not getattr(body, "raw", False)  # else its endpoint refuses all images
                 if state.config.strict_content and rendered and not getattr(body, "suffix", ""):
                     _refuse_unseen(body)

@@ -120,13 +120,10 @@ class ImageReader:
             raise
         except Exception as error:  # whatever a broken file makes Pillow raise
             raise ImageError(f"it cannot be read: {type(error).__name__}") from error
+        change = ""
         if rows * columns < shown.height * shown.width // 2:
-            log.info(
-                "an image of %d x %d pixels is scaled down to %d x %d",
-                *shown.size,
-                columns,
-                rows,
-            )
+            change = f"{shown.width}x{shown.height} to {columns}x{rows}"
+            log.info("an image is scaled down from %s pixels", change)
         pixels = np.asarray(scaled)
         rows, columns = rows // self.patch, columns // self.patch
         patches = pixels.reshape(rows, self.patch, columns, self.patch, 3)
@@ -135,7 +132,7 @@ class ImageReader:
             patches.tobytes() + bytes(f"{rows}x{columns}", "ascii"),
             digest_size=16,
         )
-        return Image(patches, rows, columns, digest.digest(), self.mean, self.std)
+        return Image(patches, rows, columns, digest.digest(), self.mean, self.std, change)
 
     def span(self, image: Image, start: int) -> tuple[list[int], ImageSpan]:
         """The ids of an image whose first stands at `start`, and where it is."""

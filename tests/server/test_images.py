@@ -87,6 +87,16 @@ def prompt(s: Server) -> str:
 
 
 @pytest.mark.parametrize("place", PLACES)
+async def test_an_image_that_is_scaled_down_is_told(make: Make, place: Any) -> None:
+    s = make()
+    path, body = place(part_of(place, vision.png(200, 104)), part_of(place, PNG))
+    for _ in range(2):  # the second is remembered
+        assert (await s.post(path, body)).headers["x-mlxspec-scaled"] == "200x104 to 64x40"
+    path, body = place(part_of(place, PNG))
+    assert "x-mlxspec-scaled" not in (await s.post(path, body)).headers
+
+
+@pytest.mark.parametrize("place", PLACES)
 async def test_an_image_reaches_the_engine(make: Make, place: Any) -> None:
     """Between its texts, in messages and in tool results, with its pixels."""
     s = make()

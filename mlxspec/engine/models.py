@@ -159,7 +159,7 @@ class ModelManager:
                 ranks=self.group.size,
             )
             served[slot.info.name] = Served(
-                slot.info,
+                replace(slot.info, exact=(slot.engine and slot.engine.exact) or slot.info.exact),
                 "loaded" if slot.engine else "loading" if slot is next_slot else "unloaded",
                 stats,
                 pinned=slot.pinned,

@@ -154,7 +154,8 @@ class Measuring:
             cache.exact = replace(exact, rows=0, why=line_of(failed))
         if not runner.invariance:
             cache.exact_kernels = kernels_in_use()
-        log.info("%s", cache.exact.describe("on" if runner.invariance else "auto"))
+        self.engine.exact = cache.exact.describe("on" if runner.invariance else "auto")
+        log.info("%s", self.engine.exact)
 
     @property
     def _in_use(self) -> str:

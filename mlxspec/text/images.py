@@ -132,7 +132,15 @@ class ImageReader:
             patches.tobytes() + bytes(f"{rows}x{columns}", "ascii"),
             digest_size=16,
         )
-        return Image(patches, rows, columns, digest.digest(), self.mean, self.std, change)
+        return Image(
+            patches,
+            rows,
+            columns,
+            digest=digest.digest(),
+            mean=self.mean,
+            std=self.std,
+            scaled=change,
+        )
 
     def span(self, image: Image, start: int) -> tuple[list[int], ImageSpan]:
         """The ids of an image whose first stands at `start`, and where it is."""
@@ -144,7 +152,15 @@ class ImageReader:
             if row < rows - 1:
                 ids += self.row_end
         ids += self.after
-        return ids, ImageSpan(start, start + len(ids), image, rows, columns, self.both_ways)
+        span = ImageSpan(
+            start,
+            start + len(ids),
+            image,
+            rows=rows,
+            columns=columns,
+            both_ways=self.both_ways,
+        )
+        return ids, span
 
 
 def marker_of(digest: str) -> str:

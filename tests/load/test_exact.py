@@ -129,6 +129,17 @@ def test_kernels_of_idle_moments_are_those_that_it_is_found_with(
     assert info.exact_rows == 33
 
 
+def test_what_idle_moments_find_is_shown_from_then_on(path: Path) -> None:
+    models = tiny.manager(lambda: start(path, "auto"))
+    models.launch()
+    [shown] = models.snapshot().values()
+    assert "when idle" in shown.info.exact
+    models.work_idle(lambda: None)
+    [shown] = models.snapshot().values()
+    found = kept(path).exact
+    assert found and found.cost and shown.info.exact == found.describe("auto")
+
+
 def test_what_cannot_be_found_is_told_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise ValueError("a layer of its own kind")

@@ -56,12 +56,17 @@ async def _read(model: TextModel, digest: str, file: File) -> Image:
     image = await run(state.imaging, cache.get, digest)
     if image:
         return image
-    data = file.data
-    if file.url:
-        if not state.config.fetch_images:
-            raise ImageError("it is a URL, and this server does not fetch: --fetch-images is off")
-        try:
-            data = await run(state.fetching, fetch, file.url, FETCHED_BYTES)
-        except FetchError as error:
-            raise ImageError(str(error)) from error
-    return await run(state.imaging, cache.read, digest, data)
+    if not file.url:
+        return await run(state.imaging, cache.read, digest, file.data)
+    if not state.config.fetch_images:
+        raise ImageError("it is a URL, and this server does not fetch: --fetch-images is off")
+
+    def fetched() -> Image:
+        """No more files wait to be read than threads fetch."""
+        data = fetch(file.url, FETCHED_BYTES)
+        return state.imaging.submit(cache.read, digest, data).result()
+
+    try:
+        return await run(state.fetching, fetched)
+    except FetchError as error:
+        raise ImageError(str(error)) from error

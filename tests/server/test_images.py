@@ -1,6 +1,7 @@
 """Images in requests of all four APIs: what reaches the engine, and what stands in the place of those
 that cannot be seen."""
 
+import asyncio
 import base64
 import socket
 import threading
@@ -21,7 +22,7 @@ from mlxspec.server import fetch as fetching
 from mlxspec.server.content import File
 from mlxspec.server.responses.endpoints import Store
 from mlxspec.text.chat import load_tokenizer
-from mlxspec.text.images import marker_of
+from mlxspec.text.images import ImageReader, marker_of
 from tests.server.test_content import (
     chat,
     chat_result,
@@ -330,6 +331,32 @@ async def test_urls_are_fetched_only_if_wanted(
             path, body = place(part_of(place, b"", url + page))
             assert (await s.post(path, body)).status == 200
             assert why in prompt(s) if why else prompt(s).count("◆") == 6
+
+
+async def test_no_more_is_fetched_than_threads_fetch(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While other images are read, which takes one thread: files that wait are in memory."""
+    fetched: list[str] = []
+    gate, read = threading.Event(), ImageReader.read
+
+    def fetch(url: str, most: int) -> bytes:
+        fetched.append(url)
+        return vision.png(24, 16, seed=int(url[-1]))
+
+    def slow(reader: ImageReader, data: bytes) -> Any:
+        assert gate.wait(30)
+        return read(reader, data)
+
+    monkeypatch.setattr("mlxspec.server.images.fetch", fetch)
+    monkeypatch.setattr(ImageReader, "read", slow)
+    s = make(Config(fetch_images=True))
+    bodies = [chat(part_of(chat, b"", f"http://a/{n}")) for n in range(9)]
+    answers = [asyncio.ensure_future(s.post(*body)) for body in bodies]
+    await asyncio.sleep(0.3)
+    assert len(fetched) == 4
+    gate.set()
+    assert {(await answer).status for answer in answers} == {200} and len(fetched) == 9
 
 
 ADDRESSES = {

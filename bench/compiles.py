@@ -74,11 +74,18 @@ def cases_of(config: dict[str, Any], bits: int) -> list[Case]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.compiles", description=__doc__)
     parser.add_argument("configs", nargs="*", type=Path, default=sorted(CONFIGS.glob("*.json")))
-    parser.add_argument("--bits", type=int, default=4, choices=(0, 4, 8, 16), help="%(default)s")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        default=0,
+        choices=(4, 8, 16),
+        help="default: as the config says, else 4",
+    )
     args = parser.parse_args(argv)
     made = empty(("model", "cases", "instances", "lines", "by kernel"), 1)
     for path in args.configs:
-        cases = cases_of(json.loads(path.read_text("utf-8")), args.bits)
+        config = json.loads(path.read_text("utf-8"))
+        cases = cases_of(config, args.bits or (0 if config.get("quantization") else 4))
         found = instances(cases)
         names = [name for name, *_ in found]
         by_kernel = ", ".join(f"{name} {names.count(name)}" for name in dict.fromkeys(names))

@@ -24,6 +24,7 @@ class Model:
     state: int = 0
     matrices: int = field(default=0, compare=False)  # of weights that a step multiplies with
     weights: int = field(default=0, compare=False)  # bytes in memory, those of embeddings too
+    mode: str = field(default="affine", compare=False)  # of mx.quantize, of the experts
 
     def read(self, rows: int, context: int, curve: Curve) -> float:
         """Bytes that a step with `rows` rows of one sequence after `context` tokens is charged

@@ -103,7 +103,7 @@ def small(weights: float, size: float = WEIGHT, layers: int = 0) -> Head:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """A head for a target with weights of `bits`: the tokens of a round that drafts `depth`.
+    """A head for a target with weights of `bits`, experts of MXFP4 aside: the tokens of a round that drafts `depth`.
     `source` says where these were published; of another model or workload if it begins with
     "assumed". `published`: what others measured of the same, if anything."""
 
@@ -181,8 +181,8 @@ def _others(texts: dict[str, dict[str, Any]], size: float) -> list[Pairing]:
         Pairing("gemma-4-12b", 4, assistant, "assistant, best", 3, 3.24, cell, "M5 Max (2.43)"),
         Pairing("gemma-4-12b", 4, spark, "DSpark", 7, 4.98, "assumed: of 8 bits, mlx-dspark"),
         Pairing("gemma-4-12b", 8, spark, "DSpark", 7, 4.98, DSPARK, "M4 Pro 59.8 (3.25)"),
-        Pairing("gpt-oss-20b", 4, eagle3(oss, inner), "EAGLE-3", 3, 2.2, "assumed: Qwen3's"),
-        Pairing("gpt-oss-20b", 4, peagle(oss, inner), "P-EAGLE", 5, 2.68, rate),
+        Pairing("gpt-oss-20b", 8, eagle3(oss, inner), "EAGLE-3", 3, 2.2, "assumed: Qwen3's"),
+        Pairing("gpt-oss-20b", 8, peagle(oss, inner), "P-EAGLE", 5, 2.68, rate),
     ]
 
 

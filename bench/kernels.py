@@ -14,7 +14,7 @@ from bench.chips import CHIPS, CURVES, RATES, STOCK, Curve
 from bench.formula import Model, batch_speed, head_speed
 from bench.heads import Pairing
 from bench.macs import CHOICES, PLAIN, Choice, drafters
-from bench.sizes import read_config, sized
+from bench.sizes import target
 from bench.tables import empty
 
 Rate = Callable[[Curve], float]
@@ -33,6 +33,7 @@ SHARED = 4  # columns that use a value of x once a lane has loaded and converted
 MATRIX_ROWS = 8
 MULTIPLY = 18 / 2  # an 8x8x8 product takes 18, and a lane holds 2 of its weights
 MATRIX_X = 2 * 16 / 32  # a lane loads and converts 16 values of x for 32 weights
+BITS = {"mxfp4": 4}
 GROUP = {"affine": 64, "mxfp4": 32}
 SCALES = {"affine": 4, "mxfp4": 1}  # bytes of a group's scale and bias
 
@@ -48,15 +49,16 @@ def cycles(rows: int, bits: int, mode: str = "affine") -> float:
 
 def ours(chip: str, bits: int, experts: str = "affine") -> Curve:
     """Costs of 1 to ROWS rows with weights of 4 or 8 `bits`, in units of reading them once. One row
-    costs 1: it needs no kernel of ours. An expert is taken to have a row. Raises ValueError for
-    other bits."""
+    costs 1: it needs no kernel of ours. An expert is taken to have a row, and as many bits unless
+    its mode says how many. Raises ValueError for other bits."""
     if bits not in (4, 8):
         raise ValueError(f"{bits} bits: our kernels are counted for weights of 4 and 8")
     rate = RATES[chip][0] * 1e12 / 2  # an fma counts as two operations
 
     def cost(rows: int, mode: str) -> float:
-        size = bits / 8 + SCALES[mode] / GROUP[mode]
-        return max(1.0, cycles(rows, bits, mode) / rate * CHIPS[chip][0] * 1e9 / size)
+        own = BITS.get(mode, bits)
+        size = own / 8 + SCALES[mode] / GROUP[mode]
+        return max(1.0, cycles(rows, own, mode) / rate * CHIPS[chip][0] * 1e9 / size)
 
     more = tuple((rows, cost(rows, "affine")) for rows in range(2, ROWS + 1))
     return Curve(((1, 1.0), *more), True, f"counted for the {chip}, {bits} bits", cost(1, experts))
@@ -76,7 +78,7 @@ def with_kernels(chips: Sequence[str], context: int) -> Table:
     it."""
     made = empty(("model", "chats", *(f"{chip}*" for chip in chips)), 2)
     for choice in CHOICES:
-        model = sized(read_config(choice.config), choice.bits)
+        model = target(choice.config, choice.bits)
         heads = drafters(choice)
         names = "1", f"{REQUESTS}", *(f"1, {p.name}" for p in heads[:1])
         columns = [_cells(choice, model, heads, chip, context) for chip in chips]
@@ -91,7 +93,6 @@ def _cells(
     """Of one chip, downwards."""
     width = CHIPS[chip][0] * 1e9 * PLAIN[choice.config]
     plain = batch_speed(model, 1, width, context, CURVES["ideal"])
-    experts = "mxfp4" if "MXFP4" in choice.id else "affine"
 
     def batch(curve: Curve) -> float:
         return batch_speed(model, REQUESTS, width, context, curve)
@@ -100,5 +101,5 @@ def _cells(
         return max(head_speed(model, p, width, context, curve) for p in heads)
 
     rates = [batch, drafted] if heads else [batch]
-    both = (before_after(chip, choice.bits, plain, rate, experts) for rate in rates)
+    both = (before_after(chip, choice.bits, plain, rate, model.mode) for rate in rates)
     return [f"{plain:.0f}", *both]

@@ -13,7 +13,7 @@ from rich.table import Table
 from bench.chips import CHIPS, CURVES, STOCK
 from bench.formula import Model, batch_speed, head_speed
 from bench.heads import HALF, REACHED, WEIGHT, Pairing, pairings
-from bench.sizes import read_config, sized
+from bench.sizes import read_config, target
 from bench.tables import empty, show
 from mlxspec.engine.memory import HEADROOM, HEADROOM_PART
 from mlxspec.load.plan import LEAST_CONTEXT
@@ -31,10 +31,10 @@ COLUMNS = ("M1 Pro", "M2 Pro", "M3 Max", "M4", "M4 Pro", "M4 Max", "M5", "M5 Pro
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A model by its hub id; its sizes are those of `config` with weights of `bits`. `head`: what
-    to give as --draft, published in 16 bits; "": nothing, because the model's card names a head in 4
-    bits that comes with it, or none is predicted to pay. `drafts`: the pairing in bench/heads.py
-    whose tokens a round has."""
+    """A model by its hub id; its sizes are those of `config` with weights of `bits`, but for those
+    of which the config says otherwise. `head`: what to give as --draft, published in 16 bits; "":
+    nothing, because the model's card names a head in 4 bits that comes with it, or none is predicted
+    to pay. `drafts`: the pairing in bench/heads.py whose tokens a round has."""
 
     id: str
     config: str
@@ -66,7 +66,7 @@ CHOICES = (
         "google/gemma-4-12B-it-assistant",
         "assistant, worst",
     ),
-    Choice("mlx-community/gpt-oss-20b-MXFP4-Q8", "gpt-oss-20b", 4),
+    Choice("mlx-community/gpt-oss-20b-MXFP4-Q8", "gpt-oss-20b", 8),
     Choice("mlx-community/Qwen3.8-27B-4bit", "qwen3.8-27b", 4, drafts="MTP"),
     Choice("mlx-community/Qwen3.6-35B-A3B-4bit", "qwen3.6-35b-a3b", 4, drafts="MTP"),
     Choice("mlx-community/Qwen3.8-27B-8bit", "qwen3.8-27b", 8, drafts="MTP"),
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=COLUMNS)
     parser.add_argument("--context", type=int, default=4096, help="tokens before the step")
     args = parser.parse_args(argv)
-    models = {choice: sized(read_config(choice.config), choice.bits) for choice in CHOICES}
+    models = {choice: target(choice.config, choice.bits) for choice in CHOICES}
     made = by_chip(models, args.chips, args.context) if args.speeds else by_memory(models)
     show(made)
 

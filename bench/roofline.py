@@ -20,7 +20,7 @@ from bench.heads import REACHED, Pairing, pairings
 from bench.kernels import before_after, ours, with_kernels
 from bench.macs import COLUMNS
 from bench.peers import beside_peers, long_prompts
-from bench.sizes import read_config, sized
+from bench.sizes import read_config, sized, target, title
 from bench.tables import empty, show
 
 HEAD_CHIPS = ("M1 Max", "M2 Ultra", "M3 Max", "M4 Pro", "M5 Pro", "M5 Max")
@@ -94,10 +94,10 @@ def with_heads(chips: Sequence[str], context: int) -> Table:
     for p in found:
         key = p.target, p.bits
         if key not in models:
-            model = models[key] = sized(names[p.target], p.bits)
+            model = models[key] = target(p.target, p.bits)
             plain_gb = model.read(1, context, CURVES["ideal"]) / 1e9
             cells = [f"{_plain(model, p, chip, context):.0f}" for chip in chips]
-            name = f"{p.target}, {p.bits} bits"
+            name = title(p.target, p.bits)
             read = f"({plain_gb:.1f})", f"({model.matrices})"
             made.add_row(name, "none", "1", *read, *cells, "")
         guess = "?" if p.source.startswith("assumed") else ""
@@ -119,7 +119,11 @@ def _plain(model: Model, p: Pairing, chip: str, context: int) -> float:
 def _both(model: Model, p: Pairing, chip: str, context: int) -> str:
     plain = _plain(model, p, chip, context)
     return before_after(
-        chip, p.bits, plain, partial(head_speed, model, p, _width(p, chip), context)
+        chip,
+        p.bits,
+        plain,
+        partial(head_speed, model, p, _width(p, chip), context),
+        model.mode,
     )
 
 

@@ -35,6 +35,20 @@ def read_config(name: str) -> dict[str, Any]:
     return found
 
 
+def target(name: str, bits: int) -> Model:
+    """One of bench/configs as it is recommended: quantized as its config says, else with weights of
+    `bits`."""
+    config = read_config(name)
+    return sized(config, 0 if config.get("quantization") else bits)
+
+
+def title(name: str, bits: int) -> str:
+    """What tables call a target; weights that its config has in fewer bits are named."""
+    how = read_config(name).get("quantization")
+    others = f"{how['mode'].upper()} and " if how else ""
+    return f"{name}, {others}{bits} bits"
+
+
 def unloaded(config: dict[str, Any], bits: int = 0) -> nn.Module:
     """A model by mlx-lm's own code, quantized as sized says; its random weights are lazy, never
     evaluated."""
@@ -92,7 +106,8 @@ def sized(config: dict[str, Any], bits: int = 0) -> Model:
     chosen = _chosen(text, switches) if switches else 0.0
     linear = (nn.Linear, nn.QuantizedLinear, *kinds)
     matrices = sum(isinstance(m, linear) for m in model.modules())
-    return Model(dense, token, experts, chosen, windows, state, matrices, _bytes(model))
+    mode = next((getattr(m, "mode", "affine") for m in switches), "affine")
+    return Model(dense, token, experts, chosen, windows, state, matrices, _bytes(model), mode)
 
 
 def _bytes(module: nn.Module) -> int:
@@ -123,9 +138,11 @@ def _quantize(model: nn.Module, config: dict[str, Any]) -> None:
     default = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def chosen(path: str, module: nn.Module) -> Any:
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % how["group_size"]:
+        if not hasattr(module, "to_quantized"):
             return False
-        return how[path] if path in how else default(path, module)
+        if path in how:
+            return how[path]
+        return module.weight.shape[-1] % how["group_size"] == 0 and default(path, module)
 
     mode = how.get("mode", "affine")
     nn.quantize(model, how["group_size"], how["bits"], mode=mode, class_predicate=chosen)

@@ -12,7 +12,7 @@ from bench import macs
 from bench.chips import CURVES
 from bench.formula import Model, batch_speed, speed
 from bench.roofline import main
-from bench.sizes import sized
+from bench.sizes import sized, target
 from bench.tables import NOTE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/roofline.md"
@@ -36,6 +36,46 @@ LINEAR_WEIGHTS, NORMS = 2 * LAYER + 1000 * 64, 5 * 64
 def test_a_dense_model_is_its_matrices_norms_and_kv() -> None:
     assert sized(TINY) == Model(dense=2 * (LINEAR_WEIGHTS + NORMS), token=2 * 2 * 2 * 16 * 2)
     assert sized(TINY | {"torch_dtype": "float32"}).dense == 4 * (LINEAR_WEIGHTS + NORMS)
+
+
+MIXED: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_layer_is_quantized_as_its_line_says() -> None:
+    """Experts in MXFP4 with a byte for 32 weights, the rest in 8 bits with a scale and a bias for
+    64."""
+    own = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"
+    layer = *own, "mlp.router"
+    named = "lm_head", *(f"model.layers.{i}.{name}" for i in (0, 1) for name in layer)
+    others = {name: {"group_size": 64, "bits": 8} for name in named}
+    how = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    made = sized(MIXED | {"quantization": how | others})
+    weights = 2 * 8 * 3 * 64 * 128
+    assert made.experts == weights * 17 // 32 + 2 * 8 * (2 * 128 + 64) * 2  # biases of columns
+    assert (made.mode, made.chosen) == ("mxfp4", 0.25)
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 8 * 64) + 1000 * 64
+    others_of_a_layer = 2 * 64 + 2 * 32 + 8 + 2 * 64 + 4  # biases, norms, sinks
+    assert made.dense == matrices * 17 // 16 + 2 * (2 * others_of_a_layer + 64)
+
+
+def test_gpt_oss_is_the_file_that_the_readme_names() -> None:
+    """Of MXFP4 and 8 bits, 12.1 GB; a step reads 2.6."""
+    made = target("gpt-oss-20b", 8)
+    assert made.weights == pytest.approx(12.1e9, rel=0.01)
+    assert made.read(1, 0, IDEAL) == pytest.approx(2.57e9, rel=0.01)
 
 
 def test_speeds_by_hand() -> None:

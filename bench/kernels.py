@@ -23,11 +23,12 @@ REQUESTS = 8
 
 # Cycles of a lane, at the throughput in philipturner/metal-benchmarks. The pipeline for extracting
 # bits, shifting and converting integers takes 4 for each and runs beside the others, which take 1
-# for an fma or a conversion of floats, 2 for a shuffle. A load is counted as 1.
+# for an fma, a bitwise operation or a conversion of floats, 2 for a shuffle. A load is counted as 1.
 RUN = 8  # weights of a column that a lane unpacks at once, from a word or two
 UNPACKED = {  # the format: (cycles of that pipeline, instructions in all, scales and biases of a run)
     "affine": (4 + 4, 3, 2),  # extract, convert, fma
-    "mxfp4": (4 * 4, 9, 1),  # extract the code and its digit, shift, convert; sign and two scalings
+    # Of the 8 codes of a word: 7 shifts, 3 bitwise for each pair; of each, convert and scale twice.
+    "mxfp4": (4 * 7 / 8, 7 / 8 + 3 / 2 + 3, 1),
 }
 SHARED = 4  # columns that use a value of x once a lane has loaded and converted it
 MATRIX_ROWS = 8

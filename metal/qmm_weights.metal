@@ -10,20 +10,17 @@ constant constexpr int QMM_SPAN = 32 * QMM_RUN;   // values of a column that a S
 // exponent and one of mantissa, one of 8 bits has 4 and 3; a scale is a power of two, or such a float of 8 bits.
 constant constexpr int QMM_AFFINE = 0, QMM_POWERS = 1, QMM_FLOATS = 2;
 
-// OCP's E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; each table digit is twice a magnitude.
-inline float qmm_e2m1(uint code) {
-  const float magnitude = 0.5f * float((0xC8643210u >> (4 * (code & 7u))) & 15u);
-  return (code & 8u) ? -magnitude : magnitude;
-}
-
-// OCP's E4M3: the largest code is no number.
-inline float qmm_e4m3(uint code) {
-  const uint digits = code & 127u;
-  if (digits == 127u) {
-    return NAN;
-  }
-  const float magnitude = digits < 8u ? float(digits) * 0.001953125f : as_type<float>((digits + 960u) << 20);
-  return (code & 128u) ? -magnitude : magnitude;
+// OCP's E2M1 (BITS is 4) or E4M3 (8), of which the largest code is no number: code number `at` of each half of a
+// word. Its digits are put where a half has them, whose exponents are larger by a bias; a code below the normal ones
+// becomes such a half, and all are exact. Two codes take two shifts: these, and conversions of integers, are slow.
+template <int BITS>
+half2 qmm_floats(uint word, int at) {
+  constexpr int DIGITS = BITS == 4 ? 9 : 7;  // bit of a half for the lowest digit
+  constexpr uint MASK = ((1u << (BITS - 1)) - 1u) * 0x10001u;
+  const int digits = DIGITS - BITS * at, sign = 16 - BITS * (at + 1);  // to the left
+  const uint magnitudes = (digits < 0 ? word >> -digits : word << digits) & (MASK << DIGITS);
+  const half2 made = as_type<half2>(magnitudes | ((word << sign) & 0x80008000u)) * (BITS == 4 ? 16384.0h : 256.0h);
+  return BITS == 4 ? made : select(made, half2(NAN), fabs(made) == half2(480.0h));
 }
 
 template <int FORMAT, typename S>
@@ -32,12 +29,26 @@ float qmm_scale(S scale) {
     const uint exponent = uint(scale);
     return as_type<float>(exponent > 0u ? exponent << 23 : 0x400000u);
   }
-  return FORMAT == QMM_FLOATS ? qmm_e4m3(uint(scale)) : float(scale);
+  return FORMAT == QMM_FLOATS ? float(qmm_floats<8>(uint(scale), 0)[0]) : float(scale);
 }
 
 // Values of a column: those of its run number `run`, which are the next BITS bytes for each run.
 template <int BITS, int FORMAT>
 void qmm_unpack(const device uint* column, int run, float scale, float bias, thread float* values) {
+  if (FORMAT != QMM_AFFINE) {
+    constexpr int PAIRS = 16 / BITS;  // of a word
+#pragma unroll
+    for (int i = 0; i < QMM_RUN; i += 2 * PAIRS) {
+      const uint word = column[run * BITS / 4 + i / (2 * PAIRS)];
+#pragma unroll
+      for (int j = 0; j < PAIRS; j++) {
+        const half2 pair = qmm_floats<BITS>(word, j);
+        values[i + j] = scale * float(pair[0]);
+        values[i + j + PAIRS] = scale * float(pair[1]);
+      }
+    }
+    return;
+  }
   uint codes[QMM_RUN];
   if (BITS == 4 || BITS == 8) {
     constexpr int PER_WORD = 32 / BITS;
@@ -63,11 +74,7 @@ void qmm_unpack(const device uint* column, int run, float scale, float bias, thr
   }
 #pragma unroll
   for (int i = 0; i < QMM_RUN; i++) {
-    if (FORMAT == QMM_AFFINE) {
-      values[i] = fma(scale, float(codes[i]), bias);
-    } else {
-      values[i] = scale * (BITS == 4 ? qmm_e2m1(codes[i]) : qmm_e4m3(codes[i]));
-    }
+    values[i] = fma(scale, float(codes[i]), bias);
   }
 }
 

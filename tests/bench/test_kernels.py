@@ -46,7 +46,7 @@ def test_cycles_by_hand() -> None:
     assert cycles(6, 4) == 3 + 5 / 8 + 6 * 1.5
     assert cycles(8, 4) == 3 + 5 / 8 + 10  # by matrices
     assert cycles(16, 8) == 3 + 6 / 8 + 20
-    assert cycles(1, 4, "mxfp4") == 16
+    assert cycles(1, 4, "mxfp4") == 7 / 8 + 3 / 2 + 3 + 3 / 8 + 1.5
 
 
 def test_a_slow_chip_computes_and_a_byte_a_weight_is_read() -> None:

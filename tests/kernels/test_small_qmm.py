@@ -7,6 +7,7 @@ import pytest
 from mlxspec.kernels import matmul, reference
 from mlxspec.kernels.experts import experts_case, small_qmm_experts, sorted_choices
 from mlxspec.kernels.matmul import Format
+from mlxspec.kernels.metal import MetalKernel
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Rejected, relative_error
 from tests import metalsim
@@ -277,6 +278,47 @@ def test_each_code_and_scale(mode: str, bits: int, group: int, matrix: bool) -> 
     assert mx.isfinite(want).all()
     found = [simulated(mx.eye(16, k, first), weights, matrix).T for first in range(0, k, 16)]
     assert mx.array_equal(mx.concatenate(found, axis=1), want)
+
+
+LANES = MetalKernel(
+    "lanes",
+    "qmm_weights",
+    "w scales",
+    "y",
+    body="const auto weights = qmm_quantized<BITS, GROUP, FORMAT>(w, scales, scales, QMM_SPAN);"
+    " float values[QMM_RUN]; const uint n = thread_position_in_grid.y;"
+    " weights.run(n, 0, thread_index_in_simdgroup, values);"
+    " for (int i = 0; i < QMM_RUN; i++) {"
+    " y[n * QMM_SPAN + QMM_RUN * thread_index_in_simdgroup + i] = values[i]; }",
+)
+
+
+@on_simulator
+@pytest.mark.parametrize("mode, bits, group", OF_FLOATS)
+def test_a_lane_has_what_mlx_dequantizes(mode: str, bits: int, group: int) -> None:
+    """Of each code with each scale: those below the normal ones, both zeros, and none, as MLX has
+    them: a scale of E8M0's largest code is infinite there."""
+    codes = (np.random.default_rng(0).permutation(matmul.SPAN) % 2**bits).astype(np.uint8)
+    if bits == 4:  # two a byte
+        codes = codes[::2] | codes[1::2] << 4
+    w = mx.array(np.tile(codes, (256, 1)).view(np.uint32))
+    scales = mx.array(np.repeat(np.arange(256, dtype=np.uint8), matmul.SPAN // group))
+    weights = Weights(w, scales.reshape(256, -1), None, group, bits, mode)
+    with metalsim.patch():
+        (got,) = LANES(
+            [w, weights.scales],
+            (32, 256, 1),
+            (32, 1, 1),
+            output_shapes=[(256, matmul.SPAN)],
+            output_dtypes=[mx.float32],
+            **matmul.template_of(weights),
+        )
+    want = dequantized(weights, mx.float32)
+    none = np.isnan(want)
+    assert none.any() and np.isinf(want).any() == (mode != "nvfp4")
+    assert np.array_equal(np.isnan(got), none)
+    found, expected = (np.array(a).view(np.uint32)[~none] for a in (got, want))
+    assert np.array_equal(found, expected)  # to the bit: zeros have a sign
 
 
 def test_scales_and_biases_of_two_dtypes(matrix: bool) -> None:

@@ -5,6 +5,7 @@ is left out, and the log says why.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from mlxspec.model.runner import Runner
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.calibrate import MORE, contexts_in, time_step
 from mlxspec.speculate.draft_model import DraftModel
-from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_draft
 from mlxspec.speculate.heads.model import HeadModel
@@ -57,7 +58,7 @@ class Drafting:
     def cases(self, config: Config) -> list[Case]:
         """The kernels to verify for it, once its layout is found."""
         if self.head:
-            return linear_cases(self.head.module)
+            return linear_cases(self.head.module, partial(cache_bytes, self.head))
         return self.layout.cases(self.small, config.block_size) if self.layout else []
 
     def beside(self, cache: CacheBytes) -> CacheBytes:

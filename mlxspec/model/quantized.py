@@ -4,9 +4,12 @@ Rule: a layer's kernel runs for the rows that its verdict names, looked up at ea
 own operation. Layers only change their class, so that arrays, names and other models stay the same.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from math import ceil, prod
-from typing import Any, ClassVar
+from typing import Any
+from weakref import finalize
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +19,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxspec.kernels import experts, matmul
 from mlxspec.kernels.experts import Choices
-from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case
@@ -25,8 +27,8 @@ from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.runner import Runner
 from mlxspec.sequences import SeqState, Span
 
-TOKENS = (0,)  # of the step whose cases are recorded: of more rows, experts may come sorted
-CASE_BLOCKS = 1 + len(TOKENS)  # enough for blocks of one token
+SORTED: dict[int, Choices] = {}  # by the id of the chosen indices, as long as these live
+CASE_BLOCKS = 2  # of the step whose cases are recorded: of more rows, experts may come sorted
 
 
 def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
@@ -43,11 +45,10 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
 
 
 def _fits(layer: Any, x: Array) -> bool:
-    """Whether MLX's result has the dtype of the layer's case."""
-    form: Format = layer.form
-    if form.mode == "affine":  # scales and biases count in it
-        return bool(mx.result_type(x.dtype, form.dtype) == form.dtype)
-    return bool(x.dtype == form.dtype)
+    """Whether the layer has the size that was installed, and MLX's result the dtype of its case."""
+    last = layer.get("scales", layer["weight"])  # codes of 8 bits change no dtype
+    dtype = mx.result_type(x, last, layer.get("biases", last))
+    return bool(dtype == layer.form.dtype and last.shape == layer.size)
 
 
 def _weights(layer: Any) -> Any:
@@ -64,74 +65,40 @@ class _Tied:
         return _multiply(self, x, super().as_linear)  # type: ignore[misc]
 
 
-class KernelLinear(_Linear, nn.QuantizedLinear):
-    pass
-
-
-class KernelEmbedding(_Tied, nn.QuantizedEmbedding):
-    pass
-
-
-class KernelDense(_Linear, nn.Linear):
-    pass
-
-
-class KernelDenseEmbedding(_Tied, nn.Embedding):
-    pass
-
-
 class _Experts:
     """A product of experts. `case`: None until a step of a few rows is recorded, which shows how
-    many experts a row chooses, `top`. `shape`: of the weights as floats."""
+    many experts a row chooses, `top`."""
 
-    form: Format
-    shape: tuple[int, int, int]
-    case: Case | None
-    top: int
-    _last: ClassVar[tuple[Array, Choices] | None] = None  # the layer's other products have the same
-
-    def __call__(self, x: Array, indices: Array, sorted_indices: bool = False) -> Any:
+    def __call__(self: Any, x: Array, indices: Array, sorted_indices: bool = False) -> Any:
         """x [*rows, top or 1, 1, K] with indices [*rows, top]; or sorted by expert, [R, 1, K] with
         [R]."""
         if KERNELS.recorded is not None and not sorted_indices:
             self.top = indices.shape[-1]
-            self.case = experts.experts_case(
-                *self.shape,
-                top=self.top,
-                form=self.form,
-                shared=x.shape[-3] == 1,
-            )
+            self.case = self.make_case(top=self.top, shared=x.shape[-3] == 1)
             KERNELS.recorded.append(self.case)
         rows = ceil(indices.size / self.top)
         ours = self.case and KERNELS.variant(self.case.name, rows)
         if not (ours and _fits(self, x)):
             return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
-        last = _Experts._last
-        if last is None or last[0] is not indices:
-            last = indices, experts.sorted_choices(indices.flatten(), sorted_indices)
-            _Experts._last = last
+        choices = SORTED.get(id(indices))
+        if choices is None:
+            choices = experts.sorted_choices(indices.flatten(), sorted_indices)
+            SORTED[id(indices)] = choices
+            finalize(indices, SORTED.pop, id(indices))
         flat = x.reshape(-1, x.shape[-1]).astype(self.form.dtype)
-        y = experts.small_qmm_experts(flat, _weights(self), last[1], rows)
+        y = experts.small_qmm_experts(flat, _weights(self), choices, rows)
         y = y.reshape(*indices.shape, 1, -1)
-        layer: Any = self
-        return y + layer["bias"][indices][..., None, :] if "bias" in layer else y
-
-
-class KernelSwitchLinear(_Experts, QuantizedSwitchLinear):
-    pass
-
-
-class KernelDenseSwitchLinear(_Experts, SwitchLinear):
-    pass
+        return y + self["bias"][indices][..., None, :] if "bias" in self else y
 
 
 CLASSES: dict[Any, Any] = {
-    nn.QuantizedLinear: KernelLinear,
-    nn.QuantizedEmbedding: KernelEmbedding,
-    QuantizedSwitchLinear: KernelSwitchLinear,
-    SwitchLinear: KernelDenseSwitchLinear,
-    nn.Linear: KernelDense,
-    nn.Embedding: KernelDenseEmbedding,
+    kind: type(f"Kernel{kind.__name__}", (ours, kind), {})
+    for ours, *kinds in (
+        (_Linear, nn.QuantizedLinear, nn.Linear),
+        (_Tied, nn.QuantizedEmbedding, nn.Embedding),
+        (_Experts, QuantizedSwitchLinear, SwitchLinear),
+    )
+    for kind in kinds
 }
 
 
@@ -151,25 +118,27 @@ def _install(layer: Any, dtype: mx.Dtype) -> None:
     if not form.supports(k) or last.size < SMALLEST or layer.get("global_scale") is not None:
         return
     layer.__class__ = CLASSES[type(layer)]
-    layer.form = form
+    layer.form, layer.size = form, last.shape
     if lead:
-        layer.shape, layer.case, layer.top = (*lead, n, k), None, 1
+        layer.make_case = partial(experts.experts_case, lead[0], n, k, form=form)
+        layer.case, layer.top = None, 1
     else:
         layer.case = matmul.small_qmm_case(n, k, form)
 
 
 def coarsest_dtype(model: nn.Module) -> mx.Dtype:
-    """What a model computes in: the smallest of its floating weights."""
+    """What a model computes in: the smallest of its floating weights, of two the more frequent."""
     arrays: Any = tree_flatten(model.parameters())
-    found = {x.dtype for _, x in arrays}
-    floats = [dtype for dtype in found if mx.issubdtype(dtype, mx.floating)]
-    return min(floats, key=lambda dtype: dtype.size, default=mx.float32)
+    found = Counter(x.dtype for _, x in arrays if mx.issubdtype(x.dtype, mx.floating))
+    return min(found, key=lambda dtype: (dtype.size, -found[dtype]), default=mx.float32)
 
 
-def linear_cases(model: nn.Module) -> list[Case]:
-    """The cases of an installed model's linear layers."""
-    kinds = KernelLinear, KernelDense
-    return [layer.case for layer in model.modules() if isinstance(layer, kinds)]
+def linear_cases(model: nn.Module, run: Callable[[], Any]) -> list[Case]:
+    """The cases of an installed model's linear layers, and of the experts that `run` calls."""
+    _recorded(run)
+    layers: Any = model.modules()
+    kinds: Any = _Linear, _Experts
+    return [layer.case for layer in layers if isinstance(layer, kinds) and layer.case]
 
 
 def kernel_cases(runner: Runner) -> list[Case]:
@@ -177,17 +146,23 @@ def kernel_cases(runner: Runner) -> list[Case]:
     blocks and no other use."""
     span = Span(
         SeqState(),
-        tables=[[*range(1, CASE_BLOCKS)]],
-        tokens=[*TOKENS],
+        tables=[[1]],
+        tokens=[0],
         start=0,
-        count=len(TOKENS),
+        count=1,
         samples=True,
     )
-    KERNELS.recorded = cases = list[Case]()
-    try:
-        logits = runner.forward([span], None).logits
-    finally:
-        KERNELS.recorded = None
+    cases, step = _recorded(lambda: runner.forward([span], None))
+    logits = step.logits
     for dtype in (logits.dtype, mx.float32):  # the latter with a bias or penalty
         cases.append(sample_accept_case(logits.shape[-1], dtype))
     return cases
+
+
+def _recorded(run: Callable[[], Any]) -> tuple[list[Case], Any]:
+    """The cases of what `run` calls, and its result."""
+    KERNELS.recorded = cases = list[Case]()
+    try:
+        return cases, run()
+    finally:
+        KERNELS.recorded = None

@@ -1,5 +1,6 @@
 """Experts by our kernels in a loaded model's layers, beside the layers as mlx-lm has them."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -122,6 +123,31 @@ def test_rows_share_experts_in_a_race_as_in_the_model() -> None:
         case = experts.experts_case(count, n, k, top, form.form, True)
         some = case.inputs(0)[2].shape[0]
         assert max(case.raced) == most and most * top <= 2 * max(some, min(count, 16 * top) / 2)
+
+
+def test_nothing_of_a_failed_step_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has not computed would keep a model's weights in memory."""
+    layer, _ = installed(8, 2, "affine")
+    x, chosen = step(layer, 3, 8, 2)
+    large = mx.ones(1 << 20)
+    mx.eval(x, chosen, large, layer.parameters())
+
+    def fail(*_: Any) -> mx.array:
+        raise RuntimeError("no memory")
+
+    def lazy(*_: Any) -> Any:  # the simulator computes its inputs
+        return lambda output_shapes, output_dtypes, **_: [
+            mx.zeros(*made) for made in zip(output_shapes, output_dtypes, strict=True)
+        ]
+
+    layer.mlp.activation = fail
+    monkeypatch.setattr(mx.fast, "metal_kernel", lazy)
+    before = mx.get_active_memory()
+    with pytest.raises(RuntimeError, match="no memory"):
+        layer(x, chosen + (large.sum() * 0).astype(mx.uint32))
+    del large
+    gc.collect()
+    assert mx.get_active_memory() <= before - (4 << 20)
 
 
 def test_a_scale_of_the_whole_layer_is_mlxs() -> None:

@@ -140,6 +140,28 @@ def test_rows_of_another_dtype_than_the_scales_are_mlxs() -> None:
         assert not used and mx.array_equal(y, layer()(x))
 
 
+def test_a_layer_that_has_changed_is_mlxs() -> None:
+    """Its case is of another size or dtype."""
+    x = mx.random.normal((3, 96)).astype(mx.float16)
+    ours, _ = installed(layer())
+    ours.set_dtype(mx.float32)
+    y, used = launched(lambda: ours(x))
+    assert not used and y.dtype == mx.float32
+    larger, ours = layer(32), installed(layer())[0]
+    ours.update(larger.parameters())
+    y, used = launched(lambda: ours(x))
+    assert not used and mx.array_equal(y, larger(x))
+
+
+def test_of_two_dtypes_a_model_computes_in_the_more_frequent() -> None:
+    for dtype, other in ((mx.float16, mx.bfloat16), (mx.bfloat16, mx.float16)):
+        m = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        m.set_dtype(dtype)
+        m.layers[0].set_dtype(mx.float32)
+        m.layers[1].weight = m.layers[1].weight.astype(other)
+        assert quantized.coarsest_dtype(m) == dtype
+
+
 def test_biases_of_another_dtype_than_the_scales_count_in_the_result() -> None:
     """As in MLX's."""
     mixed = layer()
@@ -193,7 +215,9 @@ def test_layers_of_all_formats_in_a_model() -> None:
     m.layers[0].mlp.up_proj.__class__ = type("Other", (nn.QuantizedLinear,), {})
     quantized.install(m)
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert {type(x.self_attn[name]) for x in m.layers} == {quantized.KernelLinear}
+        assert {type(x.self_attn[name]) for x in m.layers} == {
+            quantized.CLASSES[nn.QuantizedLinear]
+        }
     assert type(m.layers[0].mlp.up_proj).__name__ == "Other"
     names = " ".join(case.name for case in cases(m))
     for part in ("64x64 of 8 bits", "of 6 bits", "32x64 of mxfp4", "of nvfp4"):

@@ -11,9 +11,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.trial import Verdict
 from mlxspec.kernels.verify import KERNELS
+from mlxspec.load.drafting import Drafting
 from mlxspec.model.layout import load
 from mlxspec.model.pages import Pages
 from mlxspec.speculate.chain import MAX_CHAIN
@@ -314,6 +316,19 @@ def test_experts_in_any_form_give_the_same_head(
     head = runs.head_of(write_experts(tmp_path, form, tensors), target)
     assert_equal(parameters(head), tensors, rounding=1e-6 if form == "fused" else 0.0)
     assert any("switch_mlp" in name for name in tensors)
+
+
+def test_experts_have_kernels(tmp_path: Path) -> None:
+    """Those of the head's own rows: of gate and up, whose choices share a row, and of down."""
+    target, tensors, _ = experts("qwen3_5_moe")
+    tensors = packagings.quantized(dict(tensors), lambda _: GROUPS)
+    head = runs.head_of(write_experts(tmp_path, "stacked", tensors), target)
+    names = {case.name for case in Drafting(tmp_path, head=head).cases(Config())}
+    args = target.language_model.args
+    of = f"small_qmm_experts {args.num_experts_per_tok} of {args.num_experts}x"
+    found = sorted(name.rpartition(", ")[2] for name in names if name.startswith(of))
+    assert found == ["one row", "own rows"]
+    assert any(name.startswith("small_qmm ") for name in names)
 
 
 @pytest.mark.parametrize("kind, temperature", [("qwen3_5_moe", 0.0), ("qwen3_next", 0.8)])

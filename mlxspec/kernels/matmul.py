@@ -18,7 +18,7 @@ from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
 ROWS = 16  # small_qmm takes at most
-RACED = (1, 2, 3, 5, 8, 9, 16)  # the fewest and the most rows of each instance
+RACED = (1, 2, 3, 4, 5, 8, 9, 16)  # the fewest and the most rows of each instance
 COLUMNS = 4  # of a SIMD-group; as in small_qmm.metal
 RUN = 8  # values of K that a lane reads at once; as in qmm_weights.metal
 WORDS = 32  # values of K that fill whole words in each format
@@ -193,11 +193,9 @@ class Format:
         """MLX's arguments."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
-    def weights(self, arrays: Sequence[Array]) -> Weights:
+    def weights(self, arrays: Sequence[Any]) -> Weights:
         """Of weight, scales and biases, as far as it has these."""
-        weight, *others = arrays
-        scales, biases = (*others, None, None)[:2]
-        return Weights(weight, scales, biases, **self.how)
+        return Weights(*arrays, **self.how)
 
     @property
     def name(self) -> str:
@@ -218,8 +216,7 @@ def format_of(layer: Any, dtype: mx.Dtype) -> Format:
     numbers = None
     if layer.mode == "affine":
         numbers = layer.scales.dtype, layer.biases.dtype
-        # MLX's result type, as x is of one of them.
-        dtype = numbers[0] if numbers[0] == numbers[1] else mx.float32
+        dtype = mx.result_type(*numbers)  # of MLX's result, as x is of one of them
         if numbers == (dtype, dtype):
             numbers = None
     return Format(layer.bits, layer.group_size, layer.mode, dtype, numbers)
@@ -238,8 +235,7 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
     does not change the others' order of summing."""
     columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES * 8 // (k * form.bits)))
 
-    def run(multiply: Call, *arrays: Array) -> Array:
-        x, *weights = arrays
+    def run(multiply: Call, x: Array, *weights: Array) -> Array:
         return multiply(x, form.weights(weights))
 
     return Case(

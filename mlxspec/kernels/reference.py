@@ -243,7 +243,6 @@ class Weights:
 
 def small_qmm(x: Array, weights: Weights) -> Array:
     """x dequantized(w)^T, float32 [M, N] of x [M, K] float: weights, products and sums in fp32.
-
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
     multiplied one by one, as if each had an expert: several an M5 may multiply in TF32.
     """
@@ -260,8 +259,12 @@ def small_qmm_experts(x: Array, weights: Weights, chosen: Array, *_: int) -> Arr
     rows = mx.repeat(x.astype(mx.float32), len(chosen) // len(x), axis=0)[:, None]
     scales, biases = weights.scales, weights.biases
     if scales is None:
-        w = weights.weight.astype(mx.float32).swapaxes(-1, -2)
-        return mx.gather_mm(rows, w, rhs_indices=chosen)[:, 0]
+        parts = []
+        for at in range(0, weights.weight.shape[1], 128):
+            w = weights.weight[:, at : at + 128].astype(mx.float32).swapaxes(-1, -2)
+            parts.append(mx.gather_mm(rows, w, rhs_indices=chosen))
+            mx.eval(parts)  # all of them in fp32 at once would take too much memory
+        return mx.concatenate(parts, axis=-1)[:, 0]
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     y = mx.gather_qmm(

@@ -44,15 +44,15 @@ def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
     return y + layer["bias"] if "bias" in layer else y
 
 
-def _fits(layer: Any, x: Array) -> bool:
+def _fits(layer: Any, x: Array) -> Any:
     """Whether the layer has the size that was installed, and MLX's result the dtype of its case."""
     last = layer.get("scales", layer["weight"])  # codes of 8 bits change no dtype
     dtype = mx.result_type(x, last, layer.get("biases", last))
-    return bool(dtype == layer.form.dtype and last.shape == layer.size)
+    return dtype == layer.form.dtype and last.shape == layer.size
 
 
 def _weights(layer: Any) -> Any:
-    return layer if layer.form.quantized else Weights(layer.weight)
+    return layer if "scales" in layer else Weights(layer.weight)
 
 
 class _Linear:
@@ -77,17 +77,19 @@ class _Experts:
             self.case = self.make_case(top=self.top, shared=x.shape[-3] == 1)
             KERNELS.recorded.append(self.case)
         rows = ceil(indices.size / self.top)
-        ours = self.case and KERNELS.variant(self.case.name, rows)
-        if not (ours and _fits(self, x)):
+        ours = self.case and KERNELS.variant(self.case.name, rows) and _fits(self, x)
+        if not ours:
             return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
         choices = SORTED.get(id(indices))
         if choices is None:
-            choices = experts.sorted_choices(indices.flatten(), sorted_indices)
-            SORTED[id(indices)] = choices
+            choices = SORTED[id(indices)] = experts.sorted_choices(
+                indices.flatten(), sorted_indices
+            )
             finalize(indices, SORTED.pop, id(indices))
         flat = x.reshape(-1, x.shape[-1]).astype(self.form.dtype)
-        y = experts.small_qmm_experts(flat, _weights(self), choices, rows)
-        y = y.reshape(*indices.shape, 1, -1)
+        y = experts.small_qmm_experts(flat, _weights(self), choices, rows).reshape(
+            *indices.shape, 1, -1
+        )
         return y + self["bias"][indices][..., None, :] if "bias" in self else y
 
 
@@ -115,7 +117,7 @@ def _install(layer: Any, dtype: mx.Dtype) -> None:
     last = layer.get("scales", layer.weight)
     *lead, n, groups = last.shape
     k = groups * form.group_size
-    if not form.supports(k) or last.size < SMALLEST or layer.get("global_scale") is not None:
+    if not form.supports(k) or last.size < SMALLEST or "global_scale" in layer:
         return
     layer.__class__ = CLASSES[type(layer)]
     layer.form, layer.size = form, last.shape

@@ -92,7 +92,8 @@ def small_qmm() -> Iterator[Trial]:
                 yield partial(qmm.test_experts, *case, mx.bfloat16, own=case[0] == 9)
             yield partial(qmm.test_weights_that_are_not_quantized, 5, 1160, mx.float16)
             for form in (("mxfp8", 8, 32), ("nvfp4", 4, 16)):
-                yield partial(qmm.test_each_code_and_scale, *form, matrix)
+                yield partial(qmm.test_a_lane_has_what_mlx_dequantizes, *form)
+            yield partial(qmm.test_a_product_is_added_before_it_is_rounded, 2, "affine")
             yield qmm.test_an_expert_of_more_rows_than_a_launch_holds
         x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
         yield partial(all_are_needed, partial(qmm.multiply, x, weights, matrix))

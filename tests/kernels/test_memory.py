@@ -61,17 +61,38 @@ def test_a_large_lm_head() -> None:
     assert columns < 152_064 and matmul._split(columns, 5120) == matmul._split(152_064, 5120)
 
 
+@pytest.mark.parametrize("n, k", [(151_936, 2048), (5120, 17_408)])
+def test_weights_that_are_not_quantized(n: int, k: int) -> None:
+    """Not all of them are in fp32 at once."""
+    case = matmul.small_qmm_case(n, k, Format(16, 1, "none", mx.bfloat16))
+    inputs = case.inputs(0)
+    mx.eval(inputs)
+    assert size_of_sets(inputs) <= LIMIT
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(case.reference(*inputs))
+    assert sum(x.nbytes for x in inputs) + mx.get_peak_memory() - before <= LIMIT
+
+
 @pytest.mark.parametrize(
     "experts, n, k, top, form",
     [
         (128, 5760, 2880, 4, Format(4, 32, "mxfp4", mx.bfloat16)),
         (256, 2048, 512, 8, Format(4, 64, "affine", mx.bfloat16)),
         (512, 1024, 4096, 10, Format(8, 64, "affine", mx.bfloat16)),
+        (256, 512, 2048, 8, Format(16, 1, "none", mx.bfloat16)),
     ],
 )
 def test_many_experts(experts: int, n: int, k: int, top: int, form: Format) -> None:
-    inputs = experts_case(experts, n, k, top, form, True).inputs(0)
+    case = experts_case(experts, n, k, top, form, True)
+    inputs = case.inputs(0)
+    mx.eval(inputs)
     assert size_of_sets(inputs) <= LIMIT
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(case.reference(*inputs))
+    assert sum(x.nbytes for x in inputs) + mx.get_peak_memory() - before <= LIMIT
     some, columns, _ = inputs[2].shape
     assert top <= some <= experts
     assert matmul._split(columns * top, k) == matmul._split(n * top, k)

@@ -352,6 +352,28 @@ def test_simd_groups_that_share_k(k: int, group: int, bits: int, split: int, col
         assert mx.array_equal(simulated(x[:count], weights, False), whole[:count]), count
 
 
+@pytest.mark.parametrize("mode", ["affine", "none"])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_a_product_is_added_before_it_is_rounded(rows: int, mode: str) -> None:
+    """In each instance: of a product and its opposite, which are not whole in fp32, the second
+    takes away the exact one, so that what the first has lost by rounding is left."""
+    third, w = np.float32(1 / 3), 1.25 + 2**-7
+    x = mx.array(np.tile([third, -third, *[0] * 30], (rows, 1)).astype(np.float32))
+    weights = Weights(mx.full((8, 32), w, mx.bfloat16))
+    if mode == "affine":  # each weight is its bias
+        scales = mx.zeros((8, 1))
+        weights = Weights(mx.zeros((8, 4), mx.uint32), scales, scales + w, 32, 4)
+    exact = w * np.float64(third)
+    lost = np.float32(exact) - exact
+    assert lost != 0
+    assert (np.array(simulated(x, weights, False)) == np.float32(lost)).all()
+
+
+def test_the_fewest_and_the_most_rows_of_each_instance_are_raced() -> None:
+    raced = {*matmul.small_qmm_case(24, 512, PLAIN).raced}
+    assert raced == {rows for most in (1, 2, 4, 8, 16) for rows in (most // 2 + 1, most)}
+
+
 def test_k_is_shared_where_columns_alone_do_not_fill_a_gpu() -> None:
     found = {(n, k): matmul._split(n, k) for n in (64, 1024, 4096, 8192) for k in (256, 512, 4096)}
     assert [found[n, 4096] for n in (64, 1024, 4096, 8192)] == [8, 8, 2, 1]

@@ -7,6 +7,8 @@ the passes that drafted for it.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -27,6 +29,7 @@ from mlx_lm.generate import BatchGenerator, generate_step  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from bench import tiny  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.kernels.trial import Verdict  # noqa: E402
@@ -96,6 +99,13 @@ def of_engine(engine: Engine, streams: int, kernels: bool = False, context: int 
     return work
 
 
+def learn(engine: Engine) -> None:
+    """Have the layers of experts learn from a step of one row what their kernel is, as where one can
+    run."""
+    with mock.patch.object(KERNELS, "recorded", []):
+        of_engine(engine, 1)
+
+
 def of_mlx_lm(model: Module, streams: int, context: int = CONTEXT) -> Work:
     """One step of mlx-lm's: of `generate_step` for one stream, else of its BatchGenerator."""
     if streams == 1:
@@ -126,6 +136,7 @@ def rows_of(
     engine.proposer = NoSpeculation()
     for n in streams:
         yield "mlxspec", n, of_engine(engine, n, context=context)
+    learn(engine)
     for n in streams:  # last: what kernels leave in the pools, others have to clean
         engine.proposer = NoSpeculation()
         yield "mlxspec, its kernels", n, of_engine(engine, n, kernels=True, context=context)
@@ -151,21 +162,33 @@ def table(found: Sequence[tuple[str, int, Work]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.dispatches", description=__doc__)
     parser.add_argument("model", nargs="?", default="", help="as for serve; default: built in")
+    parser.add_argument(
+        "--experts", action="store_true", help="a small random mixture of experts as the model"
+    )
     parser.add_argument("--draft", default="", metavar="HEAD_OR_MODEL", help="as for serve")
     parser.add_argument("--draft-depth", type=int, default=0, help="count rounds of such drafts")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument(
         "--context", type=int, default=CONTEXT, metavar="TOKENS", help="%(default)s"
     )
     args = parser.parse_args()
-    config = Config(
+    with TemporaryDirectory() as folder:
+        print_counts(args, str(tiny.experts(Path(folder))) if args.experts else args.model)
+
+
+def config_of(model: str, streams: int, draft: str = "", depth: int = 0) -> Config:
+    return Config(
         prefill_budget=2048,  # so that all streams are read before the first answer ends
-        model=args.model,
-        draft=args.draft,
-        draft_depth=args.draft_depth,
+        model=model,
+        draft=draft,
+        draft_depth=depth,
         cache_gb=0.0,
-        max_sequences=max(args.streams),
+        max_sequences=streams,
     )
+
+
+def print_counts(args: argparse.Namespace, model: str) -> None:
+    config = config_of(model, max(args.streams), args.draft, args.draft_depth)
     console = Console(width=max(Console().width, 150))
     console.print(table(list(rows_of(config, args.streams, args.context))))
 

@@ -10,6 +10,7 @@ import json
 import random
 import string
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +18,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.sizes import read_config, unloaded
 
 LETTERS = string.ascii_letters + string.digits
 END = "<|end|>"
@@ -51,17 +54,32 @@ def model() -> qwen3.Model:
     return made
 
 
-def save(folder: Path, of: qwen3.Model, noise: float = 0.0) -> Path:
+def experts(folder: Path) -> Path:
+    """A random mixture of experts in 4 bits as a model's directory: Qwen3-30B-A3B with fewer layers
+    and narrower ones."""
+    config = read_config("qwen3-30b-a3b") | {
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "vocab_size": 256,
+        "eos_token_id": len(LETTERS),
+        "torch_dtype": "float32",
+        "quantization": {"group_size": 64, "bits": 4},
+    }
+    return save(folder, unloaded(config), config=config)
+
+
+def save(folder: Path, of: nn.Module, noise: float = 0.0, config: dict[str, Any] = CONFIG) -> Path:
     """As a model's directory; with `noise`, of the weights' size, a draft for it that is often
     right."""
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(5)
+    leaves: Any = tree_flatten(of.parameters())
     weights = {
-        k: v + noise * mx.std(v) * mx.random.normal(v.shape)
-        for k, v in tree_flatten(of.parameters())
+        k: v + noise * mx.std(v) * mx.random.normal(v.shape) if noise else v for k, v in leaves
     }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(LETTERS)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -5,6 +5,7 @@ import os
 import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from bench.dispatches import Always, of_engine, of_mlx_lm
+from bench import tiny as of_bench
+from bench.dispatches import Always, config_of, of_engine, of_mlx_lm, rows_of
 from bench.graph import LONG, Compiled, Work, on_metal, work_of
 from mlxspec.kernels import reference, sampling
 from mlxspec.kernels.attention import Shape
@@ -194,3 +196,14 @@ def test_a_round_reads_the_targets_weights_once_and_a_heads_with_each_pass(kind:
             assert head + lm_head < more < 1.07 * (head + lm_head)
         else:
             assert more < 0.1 * head, "its block is one pass"
+
+
+@pytest.mark.parametrize("streams", only([1, 8, 16], 1))
+def test_a_layer_of_experts_takes_no_more_than_mlx_lms(streams: int, tmp_path: Path) -> None:
+    """Of the model that `--experts` counts; with one sequence attention merges its parts."""
+    model = str(of_bench.experts(tmp_path / "experts"))
+    found = {who: work for who, _, work in rows_of(config_of(model, streams), [streams], 40)}
+    theirs, ours = found["mlx-lm"], found["mlxspec, its kernels"]
+    assert ours.total <= theirs.total + 2 * (streams == 1)
+    assert ours.read < 1.1 * theirs.read
+    assert ours.launches["GatherQMM"] == 0 < theirs.launches["GatherQMM"]

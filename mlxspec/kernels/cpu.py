@@ -88,7 +88,14 @@ def attention(
     MLX reads K and V again for each head."""
     batch, heads, length, dim = q.shape
     if length > MOST_ROWS or sinks is not None or not in_use():
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+        return mx.fast.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            mask=mask,
+            sinks=sinks,
+        )
     kv_heads, slots = k.shape[1:3]
     rows = (q * scale).reshape(batch, kv_heads, -1, dim)
     scores = rows @ k.swapaxes(2, 3)

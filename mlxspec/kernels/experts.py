@@ -10,7 +10,7 @@ from functools import partial
 import mlx.core as mx
 from mlx.core import array as Array
 
-from mlxspec.kernels import reference
+from mlxspec.kernels import reference_matmul
 from mlxspec.kernels.matmul import (
     ARRAYS,
     COLUMNS,
@@ -29,7 +29,7 @@ from mlxspec.kernels.matmul import (
     template_of,
 )
 from mlxspec.kernels.metal import SMALLEST
-from mlxspec.kernels.reference import Weights
+from mlxspec.kernels.reference_matmul import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
 SORTED = 64  # choices from which on mlx-lm sorts them by expert, and rows of x with them
@@ -75,8 +75,8 @@ def sorted_choices(chosen: Array, is_sorted: bool = False) -> Choices:
 
 
 def small_qmm_experts(x: Array, weights: Weights, choices: Choices, rows: int) -> Array:
-    """As reference.small_qmm_experts in x's dtype. `rows`: no expert is chosen more often; beyond
-    ROWS times, its weights are read again."""
+    """As reference_matmul.small_qmm_experts in x's dtype. `rows`: no expert is chosen more often;
+    beyond ROWS times, its weights are read again."""
     template = template_of(weights)
     return over_lanes(
         SMALL_QMM_EXPERTS if template else SMALL_MM_EXPERTS,
@@ -129,7 +129,7 @@ def experts_case(experts: int, n: int, k: int, top: int, form: Format, shared: b
         raced=tuple(rows for rows in RACED if some == wanted or rows * top <= SHARED * some),
         inputs=inputs,
         stock=partial(run, partial(_by_mlx, form)),
-        reference=partial(run, reference.small_qmm_experts),
+        reference=partial(run, reference_matmul.small_qmm_experts),
         variants={"plain": partial(run, _by_kernel)},
         tolerance=TOLERANCE,
         by_row=2,

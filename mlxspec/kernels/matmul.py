@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.core import array as Array
 
-from mlxspec.kernels import reference
+from mlxspec.kernels import reference_matmul
 from mlxspec.kernels.metal import MetalKernel, dtype_name, has_tensors
-from mlxspec.kernels.reference import Weights
+from mlxspec.kernels.reference_matmul import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
 ROWS = 16  # small_qmm takes at most
@@ -103,7 +103,7 @@ def _capacity(rows: int) -> int:
 
 
 def small_qmm(x: Array, weights: Weights, variant: str = "plain") -> Array:
-    """As reference.small_qmm in x's dtype, for 1 to ROWS rows; a `variant` of its case."""
+    """As reference_matmul.small_qmm in x's dtype, for 1 to ROWS rows; a `variant` of its case."""
     rows, columns = len(x), len(weights.weight)
     arrays, template = [x, *arrays_of(weights)], template_of(weights)
     if variant == "plain":
@@ -249,7 +249,7 @@ def small_qmm_case(n: int, k: int, form: Format) -> Case:
             k,
         ),
         stock=partial(_layer_by_mlx, form),
-        reference=partial(run, reference.small_qmm),
+        reference=partial(run, reference_matmul.small_qmm),
         variants={way: partial(run, partial(small_qmm, variant=way)) for way in _variants(form)},
         tolerance=TOLERANCE,
         exchangeable=True,

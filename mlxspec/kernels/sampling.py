@@ -121,7 +121,11 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
 
     def inputs(seed: int) -> Inputs:
         rows = mx.arange(most + MASKED)
-        logits = mx.random.normal((rows.size, vocab), scale=3, key=mx.random.key(seed))
+        logits = mx.random.normal(
+            (rows.size, vocab),
+            scale=3,
+            key=mx.random.key(seed),
+        )
         logits = logits.astype(dtype)
         min_logits = mx.where(rows % 3 == 1, 2.0, -mx.inf)
         sampled, _ = reference.sample_accept(logits, draws(min_logits))

@@ -20,7 +20,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlxspec.kernels import experts, matmul
 from mlxspec.kernels.experts import Choices
 from mlxspec.kernels.metal import SMALLEST
-from mlxspec.kernels.reference import Weights
+from mlxspec.kernels.reference_matmul import Weights
 from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mlxspec.kernels import matmul, sampling
 from mlxspec.kernels.metal import SMALLEST
-from mlxspec.kernels.reference import Draws, Weights
+from mlxspec.kernels.reference import Draws
+from mlxspec.kernels.reference_matmul import Weights
 from tests import metalsim
 from tests.kernels.test_attention import Step, kernel
 from tests.metalsim.codegen import FEWEST_DEVICE

@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import matmul, reference
+from mlxspec.kernels import matmul, reference_matmul
 from mlxspec.kernels.experts import experts_case, small_qmm_experts, sorted_choices
 from mlxspec.kernels.matmul import Format
 from mlxspec.kernels.metal import MetalKernel
-from mlxspec.kernels.reference import Weights
+from mlxspec.kernels.reference_matmul import Weights
 from mlxspec.kernels.trial import Rejected, relative_error
 from tests import metalsim
 from tests.kernels import FLOATS, gather_mm, on_simulator
@@ -61,7 +61,7 @@ def arrays_of(weights: Weights) -> dict[str, mx.array]:
 
 
 def check(y: mx.array, x: mx.array, weights: Weights) -> None:
-    want = reference.small_qmm(x, weights)
+    want = reference_matmul.small_qmm(x, weights)
     assert y.dtype == x.dtype and y.shape == want.shape
     got, want = (np.array(a.astype(mx.float32)) for a in (y, want))
     w = weights.weight.astype(mx.float32)
@@ -81,7 +81,7 @@ def test_the_reference_is_the_product_with_dequantized_weights(group: int, bits:
     )
     s, b, rows = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (scales, biases, x))
     dense = (q.reshape(ODD, -1, group) * s[..., None] + b[..., None]).reshape(ODD, -1)
-    got = np.array(reference.small_qmm(x, weights))
+    got = np.array(reference_matmul.small_qmm(x, weights))
     assert np.allclose(got, rows @ dense.T, rtol=2**-8, atol=1e-5)
 
 

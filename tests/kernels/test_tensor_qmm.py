@@ -4,9 +4,9 @@ summing that Apple allows, rows that do not know of each other, weights that are
 import mlx.core as mx
 import pytest
 
-from mlxspec.kernels import matmul, metal, reference, trial
+from mlxspec.kernels import matmul, metal, reference_matmul, trial
 from mlxspec.kernels.matmul import Format
-from mlxspec.kernels.reference import Weights
+from mlxspec.kernels.reference_matmul import Weights
 from mlxspec.kernels.trial import Rejected, Timer, relative_error
 from tests import metalsim
 from tests.kernels import on_simulator
@@ -41,7 +41,7 @@ def simulated(x: mx.array, weights: Weights, order: int = 0) -> mx.array:
 
 
 def check(y: mx.array, x: mx.array, weights: Weights) -> None:
-    want = reference.small_qmm(x, weights)
+    want = reference_matmul.small_qmm(x, weights)
     assert y.dtype == x.dtype and y.shape == want.shape
     how = weights.group_size, weights.bits, weights.mode
     scales = weights.scales.astype(mx.float32) if weights.mode == "affine" else weights.scales

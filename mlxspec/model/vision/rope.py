@@ -9,7 +9,12 @@ TILE = 512  # patches whose scores are in memory at once, where MLX does not fus
 def attention(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Attention of all patches to all, [1, heads, patches, D] each."""
     tiles = [
-        mx.fast.scaled_dot_product_attention(q[:, :, at : at + TILE], k, v, scale=scale)
+        mx.fast.scaled_dot_product_attention(
+            q[:, :, at : at + TILE],
+            k,
+            v,
+            scale=scale,
+        )
         for at in range(0, q.shape[2], TILE)
     ]
     return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)

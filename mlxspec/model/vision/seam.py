@@ -232,7 +232,8 @@ class Eyes:
 def _part_of(span: Span, image: ImageSpan) -> tuple[list[int], slice]:
     """Which rows of a span an image has, and which of its features these are."""
     ids = np.array(span.tokens[image.start : image.stop]) < 0
-    low, high = max(span.start, image.start), min(span.start + span.count, image.stop)
+    low = max(span.start, image.start)
+    high = min(span.start + span.count, image.stop)
     before = int(ids[: low - image.start].sum())
     rows = np.flatnonzero(ids[low - image.start : high - image.start]) + low - span.start
     return rows.tolist(), slice(before, before + len(rows))

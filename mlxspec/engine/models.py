@@ -149,6 +149,8 @@ class ModelManager:
         next_slot = self._slot(self._waiting[0]) if self._waiting else None
         served = {}
         for slot in self.slots:
+            if slot.engine and slot.engine.exact:
+                slot.info = replace(slot.info, exact=slot.engine.exact)
             stats = replace(
                 slot.engine.stats() if slot.engine else slot.last_stats,
                 mlx_active_bytes=active,
@@ -159,7 +161,7 @@ class ModelManager:
                 ranks=self.group.size,
             )
             served[slot.info.name] = Served(
-                replace(slot.info, exact=(slot.engine and slot.engine.exact) or slot.info.exact),
+                slot.info,
                 "loaded" if slot.engine else "loading" if slot is next_slot else "unloaded",
                 stats,
                 pinned=slot.pinned,
@@ -317,8 +319,7 @@ class ModelManager:
 
     def _load(self, slot: ModelSlot) -> Results:
         """Load a model and dispatch the orders that wait for it, or answer that it failed."""
-        self.loading = slot.info.name
-        reason = ""
+        self.loading, reason = slot.info.name, ""
         try:
             self._start(slot)
         except OutOfMemory as error:
@@ -368,9 +369,8 @@ class ModelManager:
 
     def _unload(self, slot: ModelSlot) -> None:
         assert slot.engine
-        stats = slot.engine.stats()
         slot.last_stats = replace(
-            stats,
+            slot.engine.stats(),
             blocks_cached=0,
             blocks_free=0,
             states=0,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlxspec.commands.doctor import examine as examined
+from mlxspec.engine.orders import LoadCommand
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.load import loader
 from mlxspec.load.exact import Exactness, examine
@@ -138,6 +139,10 @@ def test_what_idle_moments_find_is_shown_from_then_on(path: Path) -> None:
     [shown] = models.snapshot().values()
     found = kept(path).exact
     assert found and found.cost and shown.info.exact == found.describe("auto")
+    models.submit(LoadCommand(models.slots[0].info.name, load=False))
+    models.step()
+    [unloaded] = models.snapshot().values()
+    assert unloaded.status == "unloaded" and unloaded.info.exact == shown.info.exact
 
 
 def test_what_cannot_be_found_is_told_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

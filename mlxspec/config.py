@@ -22,6 +22,7 @@ from mlxspec.settings import checked, format_value, option
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}  # names of this machine
 BUILT_IN = "smollm2-135m-instruct"  # the model if the settings name none
 
 
@@ -322,6 +323,14 @@ def url_of(host: str, port: int) -> str:
     """The URL at which a client on this machine reaches a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def split_name(model: str) -> tuple[str, str]:
+    """(NAME, MODEL) of NAME=MODEL; ("", model) of other text and of an existing path."""
+    name, sign, rest = model.partition("=")
+    if sign and name and "/" not in name and not os.path.exists(os.path.expanduser(model)):
+        return name, rest
+    return "", model
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Rule: server and bench resolve and load models the same way. Import it after BLAS is loaded.
 """
 
-import os
 import platform
 import sys
 import time
@@ -13,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mlxspec import log
-from mlxspec.config import BUILT_IN, Config, ConfigError
+from mlxspec.config import BUILT_IN, Config, ConfigError, split_name
 from mlxspec.engine.engine import Engine
 from mlxspec.files import read_json, weight_bytes
 from mlxspec.load.drafting import NONE
@@ -100,7 +99,7 @@ def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
     names: list[str] = []
     for settings in map(with_table, _configs(config)):
-        model = _split_name(settings.model)[1] or BUILT_IN
+        model = split_name(settings.model)[1] or BUILT_IN
         names.append(model)
         with suppress(UnsupportedModel):  # bad files or cards are reported where they are used
             names += filter(None, [draft_of(model, on_disk(model, config), settings)])
@@ -113,7 +112,7 @@ def served_names(config: Config) -> list[str]:
 
 
 def _served_name(config: Config) -> str:
-    name, model = _split_name(config.model)
+    name, model = split_name(config.model)
     return config.name or name or name_of(model)
 
 
@@ -127,7 +126,7 @@ def with_table(config: Config) -> Config:
 
 def on_disk(model: str, config: Config) -> Path | None:
     """A model's directory if nothing has to be downloaded. Raises UnsupportedModel."""
-    served = [_split_name(name)[1] for name in (config.model, *config.others)]
+    served = [split_name(name)[1] for name in (config.model, *config.others)]
     return find_local(model, cache_of(config), METAL, draft=model not in served)
 
 
@@ -136,7 +135,7 @@ def resolve_model(config: Config) -> ResolvedModel:
     UnsupportedModel."""
     cache, draft = cache_of(config), None
     config = with_table(config)
-    name, model = _split_name(config.model)
+    name, model = split_name(config.model)
     target = resolve(model, cache, METAL)
     try:
         if wanted := draft_of(target.name, target.path, config):
@@ -206,11 +205,3 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
         else:
             log.warning("%s is of no model that is served", table.source)
     return list(models.values())
-
-
-def _split_name(model: str) -> tuple[str, str]:
-    """(NAME, MODEL) of NAME=MODEL; ("", model) of other text and of an existing path."""
-    name, sign, rest = model.partition("=")
-    if sign and name and "/" not in name and not os.path.exists(os.path.expanduser(model)):
-        return name, rest
-    return "", model

@@ -26,7 +26,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mlxspec import blas, log
-from mlxspec.config import BUILT_IN, Config, ConfigError, as_flags, check_host, url_of
+from mlxspec.config import BUILT_IN, Config, ConfigError, as_flags, check_host, split_name, url_of
 from mlxspec.server.unavailable import UnavailableResponder
 from mlxspec.types import LOADING, UserError, printable
 
@@ -72,9 +72,8 @@ def serve_model(
         gc.disable()  # imports leave hardly any garbage, and collecting takes a seventh of them
         responder: AbstractContextManager[None] = nullcontext()
         if not load_on_request:
-            why = (
-                f"{config.name or config.model or BUILT_IN} is being loaded; try again in a moment"
-            )
+            name = config.name or split_name(config.model)[0] or config.model or BUILT_IN
+            why = f"{name} is being loaded; try again in a moment"
             responder = UnavailableResponder(listener, why, LOADING)
         try:
             with responder:

@@ -16,11 +16,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxspec.config import Config
+from mlxspec.config import LOOPBACK, Config
 from mlxspec.server.errors import ApiError, error_response
 from mlxspec.server.page import FILES
 
-LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 # The values of a Host and of an Origin header, and the name in them.
 HOST = re.compile(r"(\[[0-9a-f.]*:[0-9a-f:.]*\]|[^\s:/?#@\[\]\\]+)(?::\d{0,5})?")
 ORIGIN = re.compile("https?://" + HOST.pattern)

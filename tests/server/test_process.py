@@ -15,6 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from html import escape
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -444,30 +445,33 @@ def test_the_key_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("export MLXSPEC_API_KEY=" in text) == (variable != "sesame")
 
 
-def test_a_server_that_loads_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"), [("some/<model>", "some/<model>"), ("<mine>=some/model", "<mine>")]
+)
+def test_a_server_that_loads_says_so(model: str, name: str) -> None:
     """To clients of any API, to a browser, to `mlxspec status` and to a second server."""
     code = (
         "import threading, mlxspec.server.process as run; from mlxspec.config import Config\n"
         "def load(*_):\n"
         "    print('loading', flush=True); threading.Event().wait()\n"
-        "run._load = load; run.serve_model(Config(model='some/<model>', port={}))"
+        "run._load = load; run.serve_model(Config(model={!r}, port={}))"
     )
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    words = [sys.executable, "-c", code.format(port)]
+    words = [sys.executable, "-c", code.format(model, port)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as loads:
         try:
             assert loads.stdout is not None and loads.stdout.readline() == "loading\n"
             url = f"http://127.0.0.1:{port}"
             with socket.create_connection(("127.0.0.1", port)):  # one that says nothing
                 now = get_status(url)
-            assert now.state == "loading" and "some/<model> is being loaded" in now.why
+            assert now.state == "loading" and f": {name} is being loaded" in now.why
             answer = httpx.post(f"{url}/v1/messages", json={"messages": "x" * 100_000})
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
             assert answer.json()["error"]["code"] == "loading"
             page = httpx.get(url, headers={"accept": "text/html"})
             assert page.headers["content-type"] == "text/html; charset=utf-8"
-            assert "http-equiv=refresh" in page.text and "some/&lt;model&gt; is" in page.text
+            assert "http-equiv=refresh" in page.text and f"<p>{escape(name)} is" in page.text
             with pytest.raises(ConfigError, match="mlxspec already runs there; see mlxspec status"):
                 bind(Config(port=port))
         finally:

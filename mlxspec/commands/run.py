@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from threading import Thread
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -20,7 +21,7 @@ from mlxspec.client import POLL_S, STREAM_S, ClientError, NotRunning, request, w
 from mlxspec.commands.chat import Chat, Settings, System, converse, new_chat
 from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk
 from mlxspec.commands.plain_output import note
-from mlxspec.config import load, url_of
+from mlxspec.config import LOOPBACK, load, url_of
 from mlxspec.files import MODULE
 
 LAST = 2000  # bytes that are shown of a server that ends during the chat
@@ -52,8 +53,8 @@ def run(
 ) -> None:
     """Chat with MODEL: on the running server, else on one that is started for this chat.
 
-    A running server serves a model of this disk from then on. One that is started has the settings
-    that serve would use, and stops at the end.
+    A running server of this machine serves a model of its disk from then on. One that is started
+    has the settings that serve would use, and stops at the end.
     """
     talk = new_chat(url, api_key, system, settings)
     try:
@@ -80,7 +81,8 @@ def _connect(talk: Chat, model: str) -> None:
     try:
         when_loaded(lambda: talk.use(model), report=note)
     except ClientError as error:
-        if error.code != "model_not_found" or model not in names_on_disk():
+        here = urlsplit(talk.server[0]).hostname in LOOPBACK  # else the disk is another one
+        if error.code != "model_not_found" or not here or model not in names_on_disk():
             raise
         note("it is on this disk; the server serves it from now on")
         served = {"model": model, "stream": False}

@@ -13,7 +13,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from typer.testing import CliRunner
 
+from mlxspec import cli
 from tests.commands.test_chat import echo, serving, terminal
 from tests.support import tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -146,3 +148,29 @@ def test_a_model_of_this_disk_is_served_too(
         assert done.returncode == 2 and refusal in done.stderr
     else:
         assert (done.returncode, done.stdout) == (0, "You said Hi.\n")
+
+
+def test_a_model_of_this_disk_is_not_fetched_by_another_machine(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose disk has not it: the server would download it, which nobody asked for."""
+    owned = tmp_path / "home" / "MLXModels" / "owner" / "tiny"
+    owned.parent.mkdir(parents=True)
+    model.rename(owned)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    find = socket.getaddrinfo
+
+    def resolve(host: str, *rest: Any) -> Any:
+        return find("127.0.0.1" if host == "studio.local" else host, *rest)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    missing = {"error": {"message": "no such model", "code": "model_not_found"}}
+    with serving(echo) as server:
+        handler = server.RequestHandlerClass
+        server.RequestHandlerClass = type(
+            "Other", (handler,), {"do_GET": lambda peer: peer.reply(404, missing)}
+        )
+        url = f"http://studio.local:{server.server_address[1]}"
+        done = CliRunner().invoke(cli.app, ["run", "owner/tiny", "Hi", "--url", url])
+    assert done.exit_code and "no such model" in str(done.exception)
+    assert server.bodies == []

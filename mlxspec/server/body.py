@@ -7,6 +7,7 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 import asyncio
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -315,13 +316,13 @@ def parse(
     `strict`: such content is refused. Adds its values to `size`. Raises ApiError 400, and Busy."""
     objects, lists, commas = map(data.count, (b"{", b"[", b","))
     if max(objects, lists) > MAX_OBJECTS or objects + lists + commas > MAX_VALUES:
-        why = (
-            f"the body holds more than {MAX_VALUES} values, {MAX_OBJECTS} objects or as many lists"
-        )
-        raise invalid("body", f"{why}; send fewer")
+        most = f"{MAX_VALUES} values, {MAX_OBJECTS} objects or as many lists"
+        raise invalid("body", f"the body holds more than {most}; send fewer")
     if size:
         size.add((objects + lists) * OBJECT_BYTES + commas * VALUE_BYTES)
     content = Content(strict, takes_images=takes_images or not strict)
+    if data.startswith(BOM_UTF8):  # which RFC 8259 lets a parser ignore
+        data = data[len(BOM_UTF8) :]
     if b"\\ud" in data or b"\\uD" in data:
         data = HALVES.sub(lambda match: b"\\ufffd" if match[1] else match[0], data)
     body = validate(kind, data, content=content)

@@ -102,6 +102,20 @@ async def test_what_is_no_object_of_json(path: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_byte_order_mark_is_ignored(path: Path, tokenizer: Any) -> None:
+    """As a parser may, by RFC 8259; one of them, and not in a text."""
+    s, mark = server(tokenizer, path), b"\xef\xbb\xbf"
+    for at, body in BODIES:
+        data = body.replace("%s", "null").encode()
+        plain, marked, twice = [await s.post(at, mark * n + data) for n in range(3)]
+        assert plain.status == marked.status, (at, body, marked.body)
+        assert twice.status == 400
+    texts = "a", "\ufeffa"
+    ids = [(await s.post("/v1/tokenize", {"prompt": text})).json["tokens"] for text in texts]
+    assert ids[0] != ids[1]
+
+
+@pytest.mark.anyio
 async def test_hundreds_of_thousands_of_fields_do_not_hold_up_the_loop(
     path: Path, tokenizer: Any
 ) -> None:

@@ -119,7 +119,12 @@ RAW = [
         b"{'a': 1}",
         b"{" * DEEP,
     ),
-    *(b"\xef\xbb\xbf{}", "{}".encode("utf-16"), "{}".encode("utf-16-le"), "{}".encode("utf-32")),
+    *(
+        2 * b"\xef\xbb\xbf" + b"{}",
+        "{}".encode("utf-16"),
+        "{}".encode("utf-16-le"),
+        "{}".encode("utf-32"),
+    ),
     *(
         b'{"a": "\xff\xfe"}',
         b'{"a": "\xc0\xaf"}',

@@ -33,6 +33,7 @@ TYPE_NAMES = {
 }
 # Words of Python and pydantic in errors, and what a client is told instead.
 JSON_WORDS = {
+    r"List should have (at \w+ \d+ items?) after validation, not \w+": r"send \1",
     r"\bstr\b": "string",
     r"\b(int|float)\b": "number",
     r"\bbool\b": "boolean",

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.anyio
 # Python's words for JSON's types, and how pydantic and re speak of its own.
 PYTHON = re.compile(
     r"\b(str|int|dict|[Dd]ictionary|[Ll]ist|tuple|bool|float|None|NoneType|True|False|instance"
-    r"|discriminator|tags?|[A-Z]\w+Error)\b"
+    r"|discriminator|tags?|validation|[A-Z]\w+Error)\b"
 )
-WRONG: list[Any] = [None, True, -3, float("inf"), "x", [None], {"a": 1}]
+WRONG: list[Any] = [None, True, -3, float("inf"), "x", [], ["x"] * 33, [None], {"a": 1}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
 SAID: list[Any] = [
@@ -317,6 +317,25 @@ async def test_the_forms_that_a_field_may_have_are_all_named(agent: tuple[Any, P
     assert answer.error["param"] == "tool_choice.function.name"
     answer = await s.chat(logit_bias={"5": "a"})
     assert answer.error["param"] == "logit_bias.5"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/messages", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/completions", "prompt"),
+        ("/v1/embeddings", "input"),
+        ("/v1/rerank", "documents"),
+        ("/v1/tokenize", "messages"),
+    ],
+)
+async def test_empty_lists(path: str, field: str, agent: tuple[Any, Path]) -> None:
+    body = {"query": "a", "max_tokens": 2, field: []}
+    answer = await server(*agent).post(path, body)
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith(f"{field} = []: send at least ")
 
 
 @pytest.mark.parametrize("sent", [None, 5, 0.5, True, [], {}])

@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from mlxspec import log
-from mlxspec.server.body import FIRST, Count, Queued, Strict, endpoint
+from mlxspec.server.body import FIRST, IGNORED, Count, Queued, Strict, endpoint
 from mlxspec.server.chat_request import encode_prompt, room_for
 from mlxspec.server.embeddings import run_in_groups
 from mlxspec.server.errors import HttpRequest, Json, invalid
@@ -72,14 +72,19 @@ async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
         if tokens > MAX_TOKENS:
             why = f"documents have more than {MAX_TOKENS} tokens with the query; send fewer"
             raise invalid(field, why)
-    scores: dict[str, float] = {}
+    scores: dict[str, float | None] = {}
     async with aclosing(run_in_groups(model, requests, body.priority)) as outputs:
         async for output in outputs:
             scores[output.request] = _score(output.logprobs[0], yes, no)
+    if {*scores.values()} == {None}:
+        why = f"{model.name} answers neither yes nor no; serve a reranker, such as Qwen3-Reranker"
+        raise invalid("model", why)
     results: list[Json] = []
     for i, (request, text) in enumerate(zip(requests, texts, strict=True)):
+        if (score := scores[request.id]) is None:
+            http.scope[IGNORED].append(f"documents[{i}]")
         shown = {"document": {"text": text}} if body.return_documents else {}
-        results.append({"index": i, "relevance_score": scores[request.id], **shown})
+        results.append({"index": i, "relevance_score": score or 0.0, **shown})
     results.sort(key=lambda each: -each["relevance_score"])
     log.info("%s: %d documents of %d tokens", model.name, len(texts), tokens)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -102,10 +107,12 @@ def _request(model: TextModel, ids: list[int], field: str) -> Request:
     return Request(id, tuple(ids), 1, sampling=sampling, model=model.base)
 
 
-def _score(found: Logprob, yes: int, no: int) -> float:
-    """The chance of `yes` where it is that or `no`. What is no alternative is as likely as the last
-    one."""
+def _score(found: Logprob, yes: int, no: int) -> float | None:
+    """The chance of `yes` where it is that or `no`; None where neither is an alternative. If one is
+    none, it is as likely as the last one."""
     chances = dict(found.top)
+    if not {yes, no} & chances.keys():
+        return None
     last = min(chances.values())
     return 1 / (1 + math.exp(min(700.0, chances.get(no, last) - chances.get(yes, last))))
 

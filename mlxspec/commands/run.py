@@ -4,6 +4,7 @@ Rule: the started server ends with the chat, however that ends: its terminal is 
 """
 
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -85,9 +86,11 @@ def _connect(talk: Chat, model: str) -> None:
         if error.code != "model_not_found" or not here or model not in names_on_disk():
             raise
         note("it is on this disk; the server serves it from now on")
-        served = {"model": model, "stream": False}
-        with request(*talk.server, "POST", "/api/pull", served, STREAM_S):
-            talk.use(model)
+        with request(*talk.server, "POST", "/api/pull", {"model": model}, STREAM_S) as lines:
+            *_, last = map(json.loads, lines)
+            if "error" in last:  # what is missing, such as its head, could not be fetched
+                raise ClientError(last["error"]) from error
+        talk.use(model)
 
 
 def _answer(talk: Chat, prompt: str | None) -> None:

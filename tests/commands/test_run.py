@@ -116,11 +116,13 @@ def test_the_model_is_not_there(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no 'tinny' here" in done.stderr
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("refusal", ["", "owner/b is being downloaded"])
 def test_a_model_of_this_disk_is_served_too(
-    refusal: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: str, late: bool, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by Ollama: no restart, and a refusal in Ollama's form is told."""
+    """As by Ollama: no restart, and a refusal in Ollama's form is told, also behind the lines about
+    what is fetched for the model, which may take long."""
     owned = tmp_path / "home" / "MLXModels" / "owner" / "tiny"
     owned.parent.mkdir(parents=True)
     model.rename(owned)
@@ -135,8 +137,16 @@ def test_a_model_of_this_disk_is_served_too(
         if peer.path != "/api/pull":
             return handler.do_POST(peer)  # type: ignore[attr-defined, no-any-return]
         size = int(peer.headers["content-length"])
-        pulled.append(json.loads(peer.rfile.read(size))["model"])
-        peer.reply(409 if refusal else 200, {"error": refusal} if refusal else {})
+        asked = json.loads(peer.rfile.read(size))
+        assert asked.get("stream", True)
+        pulled.append(asked["model"])
+        if refusal and not late:
+            return peer.reply(409, {"error": refusal})  # type: ignore[no-any-return]
+        last = {"error": refusal} if refusal else {"status": "success"}
+        lines = [json.dumps(line) + "\n" for line in ({"status": "pulling manifest"}, last)]
+        peer.send_response(200)
+        peer.end_headers()
+        peer.wfile.write("".join(lines).encode())
 
     with serving(echo) as server:
         handler = server.RequestHandlerClass

@@ -87,9 +87,14 @@ async def rerank(http: HttpRequest, body: Rerank, model: TextModel) -> Response:
         results.append({"index": i, "relevance_score": score or 0.0, **shown})
     results.sort(key=lambda each: -each["relevance_score"])
     log.info("%s: %d documents of %d tokens", model.name, len(texts), tokens)
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    answer = {"id": f"rerank-{secrets.token_hex(12)}", "model": model.name}
-    return JSONResponse({**answer, "results": results[: body.top_n], "usage": usage})
+    return JSONResponse(
+        {
+            "id": f"rerank-{secrets.token_hex(12)}",
+            "model": model.name,
+            "results": results[: body.top_n],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        },
+    )
 
 
 def _fixed(model: TextModel) -> tuple[list[int], list[int], int, int]:

@@ -54,8 +54,10 @@ class SeqState:
 
     def whole_rows(self, chunk: int) -> int:
         """Tokens of the prompt that are computed in whole chunks of so many rows: all but the last,
-        which a cached prefix leaves to compute, and the one before, which a head may read again."""
-        return max(0, self.prompt_len - 2) // chunk * chunk
+        which a cached prefix leaves to compute, and the one before, which a head may read again;
+        and up to an image that no step may cut."""
+        uncut = [image.start for image in self.images if image.both_ways]
+        return max(0, min([self.prompt_len - 2, *uncut])) // chunk * chunk
 
 
 @dataclass(slots=True, eq=False)

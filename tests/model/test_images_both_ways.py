@@ -5,6 +5,7 @@ own model with masks of our own making."""
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxspec.config import Config
+from mlxspec.load.exact import record
 from mlxspec.load.loader import load_engine
-from mlxspec.model.runner import Runner
+from mlxspec.model import invariant
+from mlxspec.model.runner import Layout, Runner
 from mlxspec.sequences import SeqState, Span
 from mlxspec.text.images import image_reader
 from mlxspec.types import ImageSpan, Request, Sampling
@@ -63,10 +66,14 @@ def wanted(path: Path, tokens: list[int], spans: Sequence[ImageSpan], eyes: Any)
 
 
 def ours(
-    seen: vision.Seeing, tokens: list[int], spans: list[ImageSpan], cuts: list[int]
+    seen: vision.Seeing,
+    tokens: list[int],
+    spans: list[ImageSpan],
+    cuts: list[int],
+    layout: Layout,
 ) -> mx.array:
     """float32 [rows, vocab]: those behind each chunk."""
-    runner = Runner(seen.model, seen.layout, BLOCK, 64)
+    runner = Runner(seen.model, layout, BLOCK, 64)
     runner.see(seen.eyes)
     table = list(range(1, 2 + len(tokens) // BLOCK))
     state = SeqState(prompt_len=len(tokens), images=tuple(spans))
@@ -79,9 +86,10 @@ def ours(
     return mx.stack(found)
 
 
+@pytest.mark.parametrize("layout", ["rows", "gather"])
 @pytest.mark.parametrize("cut", ["whole", "around", "tokens"])
 @pytest.mark.parametrize("name", ["one", "two", "longer than the window", "ends"])
-def test_logits_are_those_of_the_rule(name: str, cut: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_rule(name: str, cut: str, layout: Layout, tmp_path: Path) -> None:
     path = vision.save(tmp_path, KIND)
     seen = vision.open_model(path)
     rng = random.Random(0)
@@ -102,7 +110,7 @@ def test_logits_are_those_of_the_rule(name: str, cut: str, tmp_path: Path) -> No
         places |= set(range(1, spans[0].start)) | set(range(spans[-1].stop, len(tokens)))
     cuts = sorted(places - {0, len(tokens)}) if cut != "whole" else []
     want = wanted(path, tokens, spans, seen.eyes)
-    got = ours(seen, tokens, spans, cuts)
+    got = ours(seen, tokens, spans, cuts, layout)
     rows = mx.array([stop - 1 for stop in (*cuts, len(tokens))])
     assert mx.abs(got - want[rows]).max().item() <= CLOSE
 
@@ -141,3 +149,30 @@ def test_an_image_of_more_rows_than_the_budget(budget: int, sequences: int, tmp_
         engine.add(Request(name, prompt, 3, Sampling(0.0), images=(span,)))
     outputs = tiny.run(engine)
     assert {len(tiny.tokens(outputs, name)) for name in ("one", "other")} == {3}
+
+
+def test_whole_chunks_of_prompts_end_before_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are exact with chunks, whatever number of rows comes before and behind it."""
+    monkeypatch.setattr(invariant, "CHUNK", 16)
+    seen = vision.seeing(KIND)
+    calls = record(Runner(seen.model, "rows", BLOCK, 32), list(range(1, 32)))
+    how = invariant.find_invariance(calls, BLOCK, True)
+    assert how.chunk == 16
+    image = seen.image(32, 40)
+    for before, behind in [(1, 60), *((11, n) for n in range(1, 34)), (37, 20)]:
+        rng = random.Random(behind)
+        texts = [[rng.randrange(300) for _ in range(n)] for n in (before, behind)]
+        ids, spans = vision.prompt(seen, texts[0], image, texts[1])
+        request = Request("a", tuple(ids), 4, Sampling(0.0, logprobs=0), images=tuple(spans))
+        told = []
+        for budget in (7, 64):
+            e = tiny.engine(seen.model, block=BLOCK, blocks=96, budget=budget)
+            e.runner.see(seen.eyes)
+            e.runner.set_invariance(how)
+            e.scheduler.kv.chunk = how.chunk
+            for name in ("a", "again"):
+                e.add(replace(request, id=name))
+                out = tiny.run(e)
+                told.append([each.logprob for o in out for each in o.logprobs])
+            e.runner.set_invariance(None)
+        assert len(told[0]) == 4 and told[1:] == told[:-1]

@@ -108,6 +108,9 @@ def image_error(runner: Runner, reader: ImageReader) -> str:
     if reader.both_ways:
         span = reader.span(one, len(TEXTS[0]))[1]
         cuts = span.start, span.stop
+        causal = _logits(runner, replace(reader, both_ways=False), one, cuts=())
+        if mx.array_equal(whole, causal).item():
+            return "the rows of an image do not see those after them"
     cut = _logits(runner, reader, one, cuts)
     if wrong := logits_error([{0: cut}], [whole[None]]):
         return f"an image in chunks: {wrong}"

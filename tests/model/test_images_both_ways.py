@@ -17,8 +17,10 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxspec.config import Config
+from mlxspec.kernels.reference import Group
 from mlxspec.load.exact import record
 from mlxspec.load.loader import load_engine
+from mlxspec.load.vision import image_error
 from mlxspec.model import invariant
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.sequences import SeqState, Span
@@ -176,3 +178,14 @@ def test_whole_chunks_of_prompts_end_before_an_image(monkeypatch: pytest.MonkeyP
                 told.append([each.logprob for o in out for each in o.logprobs])
             e.runner.set_invariance(None)
         assert len(told[0]) == 4 and told[1:] == told[:-1]
+
+
+def test_a_model_whose_rows_do_not_see_each_other_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = vision.seeing(KIND)
+    runner = Runner(seen.model, "rows", 4, 64)
+    runner.see(seen.eyes)
+    assert image_error(runner, seen.reader) == ""
+    monkeypatch.setattr(Group, "last", lambda group, window, last=Group.last: last(group, None))
+    assert "do not see" in image_error(runner, seen.reader)

@@ -74,7 +74,7 @@ def test_a_model_from_the_hub_and_back(
         until(page, "document.querySelectorAll('#served .status.loaded').length === 1")
         page.get_by_role("button", name=f"Chat {NAME}").click()
         if width < 1080:
-            assert page.evaluate("document.body.dataset.view") == "chat"
+            until(page, "document.body.dataset.view === 'chat'")
         assert page.locator("#model").input_value() == NAME
         page.locator("nav a[href='#models']").click()
         page.get_by_role("button", name=f"Delete {NAME}").click()

@@ -271,6 +271,7 @@ def test_how_much_of_a_prompt_was_read(
         until(page, "/^reading \\d+\\s*%$/.test(document.querySelector('.end-live')?.textContent)")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.locator("nav a[href='#chat']").click()
+        until(page, "document.body.dataset.view === 'chat'")
         page.locator("#say").press("Escape")
         until(page, "!document.querySelector('.coming')")
 

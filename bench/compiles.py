@@ -19,7 +19,7 @@ blas.load()
 import mlx.core as mx  # noqa: E402  after BLAS
 from rich.console import Console  # noqa: E402
 
-from bench.sizes import CONFIGS, unloaded  # noqa: E402
+from bench.sizes import CONFIGS, missing_bits, unloaded  # noqa: E402
 from bench.tables import empty  # noqa: E402
 from mlxspec.kernels.metal import SMALLEST  # noqa: E402
 from mlxspec.kernels.trial import Case  # noqa: E402
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = empty(("model", "cases", "instances", "lines", "by kernel"), 1)
     for path in args.configs:
         config = json.loads(path.read_text("utf-8"))
-        cases = cases_of(config, args.bits or (0 if config.get("quantization") else 4))
+        cases = cases_of(config, args.bits or missing_bits(config, 4))
         found = instances(cases)
         names = [name for name, *_ in found]
         by_kernel = ", ".join(f"{name} {names.count(name)}" for name in dict.fromkeys(names))

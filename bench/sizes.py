@@ -39,7 +39,12 @@ def target(name: str, bits: int) -> Model:
     """One of bench/configs as it is recommended: quantized as its config says, else with weights of
     `bits`."""
     config = read_config(name)
-    return sized(config, 0 if config.get("quantization") else bits)
+    return sized(config, missing_bits(config, bits))
+
+
+def missing_bits(config: dict[str, Any], bits: int) -> int:
+    """`bits` where a config says nothing of its quantization, else 0: as it says."""
+    return 0 if config.get("quantization") else bits
 
 
 def title(name: str, bits: int) -> str:

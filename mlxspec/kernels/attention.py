@@ -227,7 +227,7 @@ def _proven(shape: Shape, rows: int) -> bool:
 
 def _few(group: Group, shape: Shape) -> bool:
     """Whether the kernel takes the group's rows: a few, none of which sees later positions."""
-    return group.length <= ROWS and not (shape.window and group.ends is not None)
+    return group.length <= ROWS and group.ahead(shape.window) is None
 
 
 def kernel_alone(shape: Shape, groups: Iterable[Group]) -> bool:

@@ -128,9 +128,9 @@ def _parts_of(a: Attention, group: Group) -> tuple[Array, Array, Array]:
                 x.shape[-1],
             )
         )
-    positions = group.positions()[:, None] + mx.arange(group.length)
+    positions = group.row_positions()
     slots = mx.array(firsts)[:, None] + mx.arange(width * size)
-    mask = slots[:, None] <= group.last(a.window)[..., None]
+    mask = slots[:, None] <= group.last(positions, a.window)[..., None]
     if a.window:
         mask &= slots[:, None] > positions[..., None] - a.window
     if group.first:

@@ -105,10 +105,18 @@ class Group:
         starts = mx.array(self.starts)
         return starts if self.shift is None else starts + self.shift
 
-    def last(self, window: int | None) -> Array:
-        """int32 [B, length]: the last position that each row sees; without a window its own."""
-        own = self.positions()[:, None] + mx.arange(self.length)
-        return mx.maximum(own, self.ends) if window and self.ends is not None else own
+    def row_positions(self) -> Array:
+        """int32 [B, length]: the position of each row."""
+        return self.positions()[:, None] + mx.arange(self.length)
+
+    def ahead(self, window: int | None) -> Array | None:
+        """`ends`, if rows see positions after their own in layers with this window."""
+        return self.ends if window else None
+
+    def last(self, rows: Array, window: int | None) -> Array:
+        """int32 [B, length]: the last position that each row sees; `rows` are their own."""
+        ends = self.ahead(window)
+        return rows if ends is None else mx.maximum(rows, ends)
 
     def select(self, window: int | None) -> Selection:
         """What attention with this sliding window reads; computed once per step, shared by layers.
@@ -129,7 +137,7 @@ class Group:
         end = self.starts[0] + self.length
         keep = slice(0, width * size)
         mask: Array | str | None = None
-        single = len(tables) == 1 and self.shift is None and not (window and self.ends is not None)
+        single = len(tables) == 1 and self.shift is None and self.ahead(window) is None
         if single and (self.length == 1 or not window or end <= window):
             keep = slice(low % size, end - low // size * size)
             if self.length > 1:
@@ -138,18 +146,19 @@ class Group:
             mask = self._mask(window, width * size)
         first = tables[0][0]
         if tables == [list(range(first, first + width))]:
-            return slice(first * size + keep.start, first * size + keep.stop), mask, keep
+            base = first * size
+            return slice(base + keep.start, base + keep.stop), mask, keep
         return Blocks(block_array(tables, width)), mask, keep
 
     def _mask(self, window: int | None, width: int) -> Array:
         """Bool [B, 1, rows, width]: whether a row sees each of its sequence's visible slots."""
-        positions = self.last(None)[..., None]
+        positions = self.row_positions()
         size = self.block_size
         first = mx.array([low // size * size for low, _ in self.visible(window)])
         slots = first[:, None, None] + mx.arange(width)
-        mask = slots <= (positions if self.ends is None else self.last(window)[..., None])
+        mask = slots <= self.last(positions, window)[..., None]
         if window:
-            mask &= slots > positions - window
+            mask &= slots > positions[..., None] - window
         if self.first:
             mask &= slots >= self.first
         return mask[:, None]

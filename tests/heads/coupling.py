@@ -64,13 +64,7 @@ def ours(way: str, depth: int, prompts: list[Tokens], sampling: Sampling) -> Ite
     with patch.object(drafter, "sampling_of", sharpened(way)):
         for n in range(0, len(prompts), AT_ONCE):
             some = prompts[n : n + AT_ONCE]
-            for prompt, rounds in zip(
-                some,
-                runs.run(engine, head, depth, some, sampling, together=True).rounds,
-                strict=True,
-            ):
-                full = [r for r in rounds if len(r.draft) == depth and r.start >= len(prompt)]
-                yield [r.kept for r in full]
+            yield from runs.run(engine, head, depth, some, sampling, together=True).kept(depth)
 
 
 def theirs(depth: int, prompts: list[Tokens], sampling: Sampling) -> Iterator[list[int]]:

@@ -61,14 +61,17 @@ class Run:
     answers: list[Tokens] = field(default_factory=list)
     rounds: list[list[Round]] = field(default_factory=list)
 
-    def tokens_per_round(self, depth: int) -> float:
-        """Over rounds of full depth that follow a token of the answer."""
-        kept = [
-            r.kept
+    def kept(self, depth: int) -> list[list[int]]:
+        """How many tokens of its draft each round kept, by prompt: of rounds of full depth that
+        follow a token of the answer."""
+        return [
+            [r.kept for r in rounds if len(r.draft) == depth and r.start >= len(prompt)]
             for prompt, rounds in zip(self.prompts, self.rounds, strict=True)
-            for r in rounds
-            if len(r.draft) == depth and r.start >= len(prompt)
         ]
+
+    def tokens_per_round(self, depth: int) -> float:
+        """Over the rounds of `kept`."""
+        kept = [n for rounds in self.kept(depth) for n in rounds]
         return 1 + sum(kept) / len(kept)
 
 

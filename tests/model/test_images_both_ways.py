@@ -23,13 +23,12 @@ from mlxspec.load.loader import load_engine
 from mlxspec.load.vision import image_error
 from mlxspec.model import invariant
 from mlxspec.model.runner import Layout, Runner
-from mlxspec.sequences import SeqState, Span
 from mlxspec.text.images import image_reader
 from mlxspec.types import ImageSpan, Request, Sampling
+from tests.model.test_vision import BLOCK, Prompt, ours
 from tests.support import tiny, vision
 
 KIND = "gemma4" + vision.BOTH_WAYS
-BLOCK = 8
 CLOSE = 1e-4
 
 
@@ -67,27 +66,6 @@ def wanted(path: Path, tokens: list[int], spans: Sequence[ImageSpan], eyes: Any)
     return logits
 
 
-def ours(
-    seen: vision.Seeing,
-    tokens: list[int],
-    spans: list[ImageSpan],
-    cuts: list[int],
-    layout: Layout,
-) -> mx.array:
-    """float32 [rows, vocab]: those behind each chunk."""
-    runner = Runner(seen.model, layout, BLOCK, 64)
-    runner.see(seen.eyes)
-    table = list(range(1, 2 + len(tokens) // BLOCK))
-    state = SeqState(prompt_len=len(tokens), images=tuple(spans))
-    start, found = 0, []
-    for stop in (*cuts, len(tokens)):
-        span = Span(state, [table], tokens, start=start, count=stop - start, samples=True)
-        found.append(runner.forward([span], None).logits[-1])
-        mx.eval(found)
-        start = stop
-    return mx.stack(found)
-
-
 @pytest.mark.parametrize("layout", ["rows", "gather"])
 @pytest.mark.parametrize("cut", ["whole", "around", "tokens"])
 @pytest.mark.parametrize("name", ["one", "two", "longer than the window", "ends"])
@@ -112,7 +90,7 @@ def test_logits_are_those_of_the_rule(name: str, cut: str, layout: Layout, tmp_p
         places |= set(range(1, spans[0].start)) | set(range(spans[-1].stop, len(tokens)))
     cuts = sorted(places - {0, len(tokens)}) if cut != "whole" else []
     want = wanted(path, tokens, spans, seen.eyes)
-    got = ours(seen, tokens, spans, cuts, layout)
+    got = ours(replace(seen, layout=layout), Prompt(tokens, spans, []), cuts)
     rows = mx.array([stop - 1 for stop in (*cuts, len(tokens))])
     assert mx.abs(got - want[rows]).max().item() <= CLOSE
 
@@ -187,5 +165,5 @@ def test_a_model_whose_rows_do_not_see_each_other_is_found_out(
     runner = Runner(seen.model, "rows", 4, 64)
     runner.see(seen.eyes)
     assert image_error(runner, seen.reader) == ""
-    monkeypatch.setattr(Group, "last", lambda group, window, last=Group.last: last(group, None))
+    monkeypatch.setattr(Group, "last", lambda group, rows, window: rows)
     assert "do not see" in image_error(runner, seen.reader)

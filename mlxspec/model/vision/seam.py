@@ -197,7 +197,7 @@ class Eyes:
         index: list[int] = []
         features: list[Array] = []
         counts = [length or span.rows for span in spans]
-        ends = np.full(sum(counts), -1)
+        ends: dict[int, int] = {}  # by row: the last position that it sees, if that is another's
         first = 0
         for span, count in zip(spans, counts, strict=True):
             stop = span.start + span.count
@@ -206,12 +206,13 @@ class Eyes:
                     rows, part = _part_of(span, image)
                     index += [first + row for row in rows]
                     if image.both_ways and rows:
-                        ends[index[-len(rows) :]] = span.start + rows[-1]
+                        ends |= dict.fromkeys(index[-len(rows) :], span.start + rows[-1])
                     features.append(self.features(image.image)[part])
             first += count
-        for group in view.groups:
-            if (group_ends := ends[group.lo : group.hi]).max() >= 0:
-                group.ends = mx.array(group_ends.reshape(-1, group.length))
+        for group in view.groups if ends else ():
+            own = [ends.get(row, -1) for row in range(group.lo, group.hi)]
+            if max(own) >= 0:
+                group.ends = mx.array(own).reshape(-1, group.length)
         positions = None
         if self.turns and index:
             axes = [positions_of(span, count) for span, count in zip(spans, counts, strict=True)]

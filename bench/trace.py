@@ -259,7 +259,7 @@ class Recorder:
                     "graph": c["model"] - seam,
                     "seam": seam,
                 }
-                drafted = sum(len(e.draft) for e in plan)
+                drafted = sum(e.draft.size for e in plan)
                 fresh = any(e.count > 1 for e in plan)
                 self.side.turns.append(Turn(self._number - 1, len(plan), drafted, fresh, spent))
             return goes_on

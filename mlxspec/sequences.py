@@ -5,7 +5,7 @@ Rule: engine thread only. Imports types only.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,17 +24,38 @@ MAX_OVERTAKES = 64  # later sequences that may start before a waiting one
 
 
 @dataclass(slots=True)
+class LazyTokens:
+    """Tokens that the host has not read: those at `places` of `array` int32 [N], which the drafts
+    of a step share."""
+
+    array: Any
+    places: list[int]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[int]:
+        """Waits for the device."""
+        tokens = self.array.tolist()
+        return (tokens[place] for place in self.places)
+
+
+@dataclass(slots=True, eq=False)
 class Draft:
-    """Proposed tokens for one entry: ints, or a lazy int32 [k] array from a drafter that does not
-    sync. `source` names the drafter in the metrics; `rate_keys` say what each token's acceptance
-    rate depends on."""
+    """Proposed tokens for one entry: ints, or LazyTokens from a drafter that does not sync.
+    `source` names the drafter in the metrics; `rate_keys` say what each token's acceptance rate
+    depends on."""
 
     tokens: Any = ()
     source: str = ""
     rate_keys: Sequence[Any] = ()
+    size: int = field(init=False)  # is read more often than all else
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def __post_init__(self) -> None:
+        self.size = len(self.tokens)
+
+
+NO_DRAFT = Draft()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -65,7 +86,7 @@ class Span:
     """One sequence's rows in one forward: `start .. start + count` of `tokens`, then the draft's.
 
     `tables` are its block ids by position // block_size, for full attention and for each window. If
-    it `samples`, each of its last `1 + len(draft)` rows is sampled. `pending`: its last known row
+    it `samples`, each of its last `1 + draft.size` rows is sampled. `pending`: its last known row
     is a token the host has not read. While a draft of the sequence is in flight, `start` is a lower
     bound, by up to `inflight_drafts`.
     """
@@ -78,23 +99,23 @@ class Span:
     samples: bool
     pending: bool = False
     inflight_drafts: int = 0
-    draft: Draft = field(default_factory=Draft)
+    draft: Draft = NO_DRAFT
     masks: Sequence[bytes] = ()  # of the sampled rows, under a grammar; see GrammarMatcher.masks
     recurrent: Any = None  # the sequence's recurrent state after these rows, once submitted
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.draft)
+        return self.count + self.draft.size
 
     @property
     def end(self) -> int:
         """Positions that are computed after it, its draft included."""
-        return self.start + self.rows
+        return self.start + self.count + self.draft.size
 
     @property
     def sampled(self) -> int:
         """Rows that are sampled."""
-        return 1 + len(self.draft) if self.samples else 0
+        return 1 + self.draft.size if self.samples else 0
 
 
 Spans = Sequence[Span]  # of a forward
@@ -132,10 +153,12 @@ class Seq:
     admitted: bool = False
     # Of the request's grammar, thinking budget or loop guard, advanced over its tokens.
     matcher: Any = None
+    prompt_len: int = field(init=False)
     kept: SeqState = field(init=False)
 
     def __post_init__(self) -> None:
         asked = self.request
+        self.prompt_len = len(asked.prompt)
         self.kept = SeqState(
             asked.sampling,
             self.index,
@@ -143,10 +166,6 @@ class Seq:
             pooling=asked.pooling,
             images=asked.images,
         )
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
 
     @property
     def priority(self) -> int:
@@ -170,7 +189,7 @@ class Seq:
     @property
     def remaining(self) -> int:
         """Rows left to compute."""
-        return self.known - self.computed
+        return len(self.tokens) + self.pending - self.computed
 
     @property
     def generated(self) -> int:
@@ -179,7 +198,8 @@ class Seq:
     @property
     def room(self) -> int:
         """Tokens that may still be sampled, if everything in flight is accepted."""
-        return self.prompt_len + self.request.max_tokens - self.known - self.inflight_drafts
+        ahead = self.pending + self.inflight_drafts
+        return self.prompt_len + self.request.max_tokens - len(self.tokens) - ahead
 
     def uncut(self, rows: int) -> int:
         """So many next rows, or others, if these would end between rows that see each other: those
@@ -236,8 +256,7 @@ class Accepted:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish: Finish | None = None
+    drafts: int = field(init=False)  # accepted draft tokens
 
-    @property
-    def drafts(self) -> int:
-        """Accepted draft tokens."""
-        return max(0, len(self.tokens) - (self.finish != "error"))
+    def __post_init__(self) -> None:
+        self.drafts = max(0, len(self.tokens) - (self.finish != "error"))

@@ -202,7 +202,7 @@ def test_the_proof_sees_states_of_neighbours(monkeypatch: pytest.MonkeyPatch) ->
     usual = recurrent.StateRecorder.states_after
 
     def spoilt(self: recurrent.StateRecorder, rows: mx.array) -> list[mx.array]:
-        by = mx.array([1.0 if len(span.draft) else 1.05 for span in self.spans])
+        by = mx.array([1.0 if span.draft.size else 1.05 for span in self.spans])
         states = usual(self, rows)
         return [x * by.reshape(-1, *(1 for _ in x.shape[1:])).astype(x.dtype) for x in states]
 

@@ -199,7 +199,7 @@ def test_in_a_heads_pools(name: str) -> None:
         def observed(step: Any, *rest: Any, observe: Any = observe, drafts: Any = drafts) -> None:
             for each in step.plan:
                 place = each.seq.request.id, each.start, each.count
-                drafts.append((*place, mx.array(each.draft.tokens).tolist()))
+                drafts.append((*place, [*each.draft.tokens]))
             observe(step, *rest)
 
         e.proposer.observe = observed  # type: ignore[method-assign]

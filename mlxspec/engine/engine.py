@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-import numpy as np
-
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine.memory import CRITICAL, NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
@@ -47,7 +45,7 @@ class SpecDecodeMetrics:
     parked: float = 0.0
 
     def record(self, draft: Draft, accepted: int) -> None:
-        for i in range(len(draft)):
+        for i in range(draft.size):
             key = draft.source, i + 1
             self.drafted[key] += 1
             self.accepted[key] += i < accepted
@@ -193,8 +191,7 @@ class Engine:
             if not e.seq.restricted or not e.samples:
                 continue
             # A draft on the device is read here: the masks depend on its tokens.
-            drafted = np.array(e.draft.tokens, np.int32).tolist()
-            tokens = list(takewhile(NOT_FINITE.__ne__, drafted))
+            tokens = list(takewhile(NOT_FINITE.__ne__, e.draft.tokens))
             try:
                 e.masks = e.seq.matcher.masks(tokens)
                 e.draft = replace(e.draft, tokens=tokens[: len(e.masks) - 1])
@@ -235,7 +232,7 @@ class Engine:
             return
         self.scheduler.prefill_budget.learn(step.plan, self.step_seconds)
         decoding = any(e.count == 1 for e in step.plan)
-        if decoding and not any(len(e.draft) for e in step.plan):
+        if decoding and not any(e.draft.size for e in step.plan):
             self.spec_metrics.parked += self.step_seconds
 
     def _begin_new(self, plan: Plan) -> None:

@@ -137,8 +137,8 @@ class Scheduler:
             depth = min(depths.get(e.seq, 0), e.seq.room - 1)
             if depth > 0:  # as far as blocks are free
                 end = e.start + e.inflight_drafts + e.count
-                need = self.kv.blocks_needed(e.seq, end + depth)
-                self.kv.allocate(e.seq, min(need, self.kv.num_free))
+                if need := self.kv.blocks_needed(e.seq, end + depth):
+                    self.kv.allocate(e.seq, min(need, self.kv.num_free))
                 e.depth = min(depth, len(e.seq.table) * self.pool.block_size - end)
         return plan
 
@@ -191,14 +191,14 @@ class Scheduler:
             e.recurrent = seq.kept.recurrent
             if e.samples:
                 seq.pending += 1
-                seq.inflight_drafts += len(e.draft)
+                seq.inflight_drafts += e.draft.size
 
     # ---- admission ---------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Start waiting sequences, by rank, while there are slots and blocks."""
         self._held = None
-        while self._start_next():
+        while self.waiting and self._start_next():
             pass
 
     def _start_next(self) -> bool:
@@ -304,15 +304,15 @@ class Scheduler:
         """Append the tokens, and shift the sequence's entries in flight by the accepted drafts."""
         seq, drafts = entry.seq, new.drafts
         seq.pending -= 1
-        seq.inflight_drafts -= len(entry.draft)
+        seq.inflight_drafts -= entry.draft.size
         seq.rounds += 1
-        seq.drafted += len(entry.draft)
+        seq.drafted += entry.draft.size
         seq.accepted += drafts
         seq.tokens += new.tokens
         computed = entry.start + entry.count + drafts
         for e in seq.flight:
             e.start += drafts
-            e.inflight_drafts -= len(entry.draft)
+            e.inflight_drafts -= entry.draft.size
             computed += e.count
         if seq.table:
             seq.computed = computed

@@ -222,7 +222,7 @@ def attention_beside(a: Attention, shape: Shape, rows: Sequence[tuple[Array, Arr
 
 def _proven(shape: Shape, rows: int) -> bool:
     """Whether the kernel is proven for so many rows of a sequence, with all contexts."""
-    return all(KERNELS.variant(case.name, rows) for case in paged_attention_cases(shape))
+    return all([KERNELS.variant(case.name, rows) for case in paged_attention_cases(shape)])
 
 
 def _few(group: Group, shape: Shape) -> bool:

@@ -172,7 +172,7 @@ class Proof:
         """Compute a step, half of whose first span's drafts are accepted; returns how many."""
         done = self.runner.forward(list(spans), None)
         mine = next(iter(spans))
-        some = len(mine.draft) // 2
+        some = mine.draft.size // 2
         accepted = [some if kept is mine.kept else 0 for kept in done.first_row]
         self.runner.states.keep_accepted(mx.array(accepted), done.first_row)
         for span, seq in spans.items():

@@ -18,7 +18,7 @@ from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
 from mlxspec.model.recurrent import StateRecorder, by_span
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.sequences import Entry, SeqState, Span, Spans
+from mlxspec.sequences import Entry, LazyTokens, SeqState, Span, Spans
 from mlxspec.types import NOT_FINITE, NULL_BLOCK, Logprob, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
@@ -114,8 +114,9 @@ def build_inputs(
 ) -> Array:
     """Input tokens int32 [T] of the spans. Tokens in flight are taken lazily from `previous`. The
     rows of images are below 0 if the model `sees` them, else 0."""
-    host: list[int] = []  # with a 0 for each token in flight and each lazy draft
-    lazy: list[tuple[int, Array]] = []  # drafts, and where they begin
+    host: list[int] = []  # with a 0 for each token that it has not read
+    # Arrays with lazy tokens, each with the places of these in `host` and in the array.
+    lazy: dict[int, tuple[Array, list[int], list[int]]] = {}
     pending: list[int] = []  # spans whose last known token is in flight,
     targets: list[int] = []  # and where it goes
     for n, e in enumerate(spans):
@@ -128,9 +129,11 @@ def build_inputs(
             targets.append(len(host))
             host.append(0)
         drafted = e.draft.tokens
-        if isinstance(drafted, mx.array):
-            lazy.append((len(host), drafted))
-            drafted = [0] * len(drafted)
+        if isinstance(drafted, LazyTokens):
+            _, at, places = lazy.setdefault(id(drafted.array), (drafted.array, [], []))
+            at += range(len(host), len(host) + len(drafted))
+            places += drafted.places
+            drafted = [0 for _ in drafted.places]
         host += drafted
     ids = mx.array(host, mx.int32)
     if pending and previous and previous.sampled:
@@ -142,8 +145,8 @@ def build_inputs(
         if shift is not None:
             rows = rows + shift[mx.array(pending)]
         ids[mx.array(targets)] = sampled[rows]
-    for first, tokens in lazy:
-        ids[first : first + len(tokens)] = tokens
+    for array, at, places in lazy.values():
+        ids[mx.array(at)] = array[mx.array(places)]
     return ids
 
 
@@ -185,7 +188,7 @@ def runs_of(
     for _, members in groupby(spans, key):
         run = list(members)
         last = first + len(run)
-        end = row + sum(length or e.rows for e in run)
+        end = row + sum([length or e.rows for e in run])
         yield run, slice(first, last), slice(row, end)
         first, row = last, end
 
@@ -203,13 +206,15 @@ def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
     for n, e in enumerate(spans):
         span_positions = range(e.start, e.start + (length or e.rows))
         positions += span_positions
-        owners += [n for _ in span_positions]
+        owners += [n] * len(span_positions)
     view.positions = mx.array(positions, mx.int32)
     if shift is not None:
         view.positions = view.positions + shift[mx.array(owners)]
     all_tables: dict[int | None, list[list[int]]] = {}
     for i, window in enumerate(view.num_blocks):
-        tables = [_padded_table(e, i, length, size=size) for e in spans]
+        tables = [e.tables[i] for e in spans]
+        if length:
+            tables = [_padded_table(e, i, length, size=size) for e in spans]
         all_tables[window] = tables
         if shift is None:
             slots = []
@@ -237,7 +242,7 @@ def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
             block_size=size,
             first=view.first,
         )
-        max_shift = max(e.inflight_drafts for e in run)
+        max_shift = max([e.inflight_drafts for e in run])
         if shift is not None and max_shift:
             group.shift, group.max_shift = shift[places], max_shift
         view.groups.append(group)
@@ -247,7 +252,7 @@ def _padded_table(e: Span, pool: int, length: int, size: int) -> list[int]:
     """A span's block table in pool number `pool`, with null blocks for its padding."""
     table = e.tables[pool]
     end = e.start + e.inflight_drafts + length
-    if not length or end <= len(table) * size:
+    if end <= len(table) * size:
         return table
     return table + [NULL_BLOCK for _ in range(len(table), ceil(end / size))]
 
@@ -286,6 +291,13 @@ def sampled_row_indices(spans: Spans, length: int = 0) -> Array:
     for e, first in starts_of(spans, length).items():
         rows += range(first + e.rows - e.sampled, first + e.rows)
     return mx.array(rows, mx.int32)
+
+
+def joined(parts: Sequence[Array], axis: int = 0) -> Array:
+    """The parts in one array; [0, 0] if there are none."""
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(list(parts), axis) if parts else mx.zeros((0, 0))
 
 
 def padded_rows(spans: Spans, length: int) -> Array:

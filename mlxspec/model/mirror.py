@@ -19,7 +19,7 @@ from mlxspec.model.batch import Forward, SpanT
 from mlxspec.model.parallel import TIMEOUT_S, ProcessGroup
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Sampled
-from mlxspec.sequences import Draft, SeqState, Span, Spans
+from mlxspec.sequences import Draft, LazyTokens, SeqState, Span, Spans
 from mlxspec.types import STATE, Sampling, Tap
 
 STEPS = 3  # whose states may still be kept or cut: in flight, being read, and one to spare
@@ -66,8 +66,8 @@ class MirroredRunner(Runner):
         self._call("step", messages, previous is not None, list(self.view.taps))
         self._group.flush()
         for e in plan:
-            if isinstance(e.draft.tokens, mx.array):
-                self._group.share(e.draft.tokens)
+            if isinstance(tokens := e.draft.tokens, LazyTokens):
+                self._group.share(tokens.array[mx.array(tokens.places)])
         step = super().forward(plan, previous)
         self._plans.append(step.plan)
         return step
@@ -93,7 +93,7 @@ class MirroredRunner(Runner):
             tables if tables != before else [],
             None if kept.recurrent is None else getattr(kept.recurrent, "number", CONTINUES),
             (e.start, e.count, e.samples, e.pending, e.inflight_drafts),
-            len(draft) if isinstance(draft, mx.array) else [*draft],
+            len(draft) if isinstance(draft, LazyTokens) else [*draft],
             _in_hex(e.masks),
         )
 
@@ -259,7 +259,8 @@ class Follower:
             kept.recurrent = state and self._held[state]
             kept.batch = None
         if isinstance(draft, int):
-            draft = self.group.share(mx.zeros(draft, mx.int32))
+            drafted = self.group.share(mx.zeros(draft, mx.int32))
+            draft = LazyTokens(drafted, [*range(draft)])
         e = Span(kept, all_tables, all_tokens, *rows)
         e.draft = Draft(draft)
         e.masks = list(map(bytes.fromhex, masks))

@@ -215,7 +215,7 @@ class RecurrentStates:
         held = iter(arrays)
         for layer in self.layers:
             layer.cache = [next(held, None) for _ in layer.cache]
-        if self.rollback_supported and any(len(e.draft) for e in spans):
+        if self.rollback_supported and any(e.draft.size for e in spans):
             _recorder.set(StateRecorder(spans))
 
     def store(self, spans: Spans, tapped: Mapping[Tap, Array]) -> Sequence[Array]:

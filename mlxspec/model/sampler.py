@@ -75,7 +75,7 @@ def sampled_row_specs(spans: Spans) -> list[SampledRow]:
 def drafts_of(rows: Rows) -> list[tuple[int, int]]:
     """(index of its first token among the input tokens, length) of each sampling span's draft; []
     if nothing was drafted."""
-    drafts = [(row.first_input + 1, len(row.span.draft)) for row in rows if row.ordinal == 1]
+    drafts = [(row.first_input + 1, row.span.draft.size) for row in rows if row.ordinal == 1]
     return drafts if any(count for _, count in drafts) else []
 
 
@@ -97,13 +97,15 @@ def sample(
 ) -> Sampled:
     """Lazy samples of logits [R, vocab]. `inputs` int32 [T] are the step's input tokens, `shift`
     int32 [R] is added to the rows' positions; `checked`: see Draws."""
-    wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
+    samplings = [row.sampling for row in rows]
+    wanted = [s.logprobs for s in samplings if s.logprobs is not None]
     if wanted:
         logits = logits.astype(mx.float32)
     x = _add_bias(logits, rows)
-    x = _penalize(x, rows, inputs)
+    if any([s.penalized for s in samplings]):
+        x = _penalize(x, rows, inputs)
     draws = Draws(
-        [_temperature(row) for row in rows],
+        _temperatures(rows),
         [seed32(row.sampling.seed, row.span.kept.index) for row in rows],
         [row.position for row in rows],
         masks=[row.mask for row in rows],
@@ -115,9 +117,9 @@ def sample(
     return Sampled(tokens, accepted, _logprobs(logits, tokens, max(wanted)) if wanted else ())
 
 
-def _temperature(row: SampledRow) -> float:
-    temperature = row.sampling.temperature
-    return temperature and max(temperature, COLDEST)
+def _temperatures(rows: Rows) -> list[float]:
+    temperatures = [row.sampling.temperature for row in rows]
+    return [t and max(t, COLDEST) for t in temperatures]
 
 
 def _logprobs(logits: Array, tokens: Array, k: int) -> list[Array]:
@@ -159,8 +161,6 @@ def _add_bias(x: Array, rows: Rows) -> Array:
 def _penalize(x: Array, rows: Rows, inputs: Array) -> Array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
     (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
-    if not any(row.sampling.penalized for row in rows):
-        return x
     prompt, generated = _token_counts(rows, inputs, x.shape[-1])
     penalties = []
     for row in rows:
@@ -227,7 +227,7 @@ def _floors(x: Array, rows: Rows) -> Array | None:
         some = [rows[r] for r in chosen]
         at = mx.array(chosen)
         y = allow(x[at].astype(mx.float32), [row.mask for row in some])
-        temperatures = mx.array([_temperature(row) for row in some])
+        temperatures = mx.array(_temperatures(some))
         y = y / temperatures[:, None]
         if narrow:
             y = mx.topk(y, NARROW, axis=-1)

@@ -5,13 +5,14 @@ Rule: a pass is submitted before the next is built, and nothing waits for the de
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import mlx.core as mx
 
 from mlxspec import log
 from mlxspec.model.batch import Shift
 from mlxspec.model.sampler import SampledRow, sample
-from mlxspec.sequences import Entry, Plan, Span, Spans
+from mlxspec.sequences import Entry, LazyTokens, Plan, Span, Spans
 from mlxspec.speculate.controller import corrected
 from mlxspec.types import Sampling
 
@@ -73,7 +74,7 @@ class Chain:
 
     `spans` need one more token: each ends at its newest one, in `tokens` int32 [n], with positions
     shifted by `shift`. Those of the shallower drafts leave first. `drafts`, once all tokens are
-    sampled: int32 [depth] each.
+    sampled: `depths` tokens each.
     """
 
     spans: Spans
@@ -81,28 +82,44 @@ class Chain:
     samplings: Sequence[Sampling]
     shift: Shift
     tokens: mx.array
-    drafts: list[mx.array] = field(default_factory=list)
+    drafts: list[LazyTokens] = field(default_factory=list)
+    _rows: list[SampledRow] = field(init=False)  # of the next tokens
     _sampled: list[mx.array] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.spans, self.samplings, strict=True)
+        self._rows = [SampledRow(e, sampling, e.end) for e, sampling in pairs]
 
     def sample_next(self, logits: mx.array) -> None:
         """Sample the next token of each span from logits [n, vocab], with the target's noise for
         its position."""
-        rows = []
-        for e, sampling in zip(self.spans, self.samplings, strict=False):
-            rows.append(SampledRow(e, sampling, e.end))
-        none = mx.zeros((0,), mx.int32)
-        sampled = sample(logits, rows, none, shift=self.shift, checked=False).tokens
+        sampled = sample(
+            logits,
+            self._rows,
+            inputs=mx.zeros((0,), mx.int32),
+            shift=self.shift,
+            checked=False,
+        ).tokens
         self._sampled.append(sampled)
         n = sum(depth > len(self._sampled) for depth in self.depths)
-        self.spans = [_next(e) for e in self.spans[:n]]
+        self._rows = self._rows[:n]
+        for row in self._rows:
+            row.span = _next(row.span)
+            row.position += 1
+        self.spans = [row.span for row in self._rows]
         self.tokens = sampled[:n]
         if self.shift is not None:
             self.shift = self.shift[:n]
         if not n:
-            self.drafts = [self._draft(i, depth) for i, depth in enumerate(self.depths)]
+            self.drafts = self._drafts()
 
-    def _draft(self, i: int, depth: int) -> mx.array:
-        return mx.concatenate([tokens[i : i + 1] for tokens in self._sampled[:depth]])
+    def _drafts(self) -> list[LazyTokens]:
+        array = mx.concatenate(self._sampled)
+        first = [0, *accumulate(len(tokens) for tokens in self._sampled)]
+        return [
+            LazyTokens(array, [start + i for start in first[:depth]])
+            for i, depth in enumerate(self.depths)
+        ]
 
 
 def _next(e: Span) -> Span:

@@ -70,20 +70,22 @@ class AcceptanceRate:
     _seen: dict[Key, tuple[float, float, int]] = field(default_factory=dict)  # hits, tries, round
 
     def of(self, key: Key) -> float:
-        hits, tries = self._faded(key)
-        return (hits + PRIOR * self.prior(key)) / (tries + PRIOR)
+        return self.all_of((key,))[0]
+
+    def all_of(self, keys: Sequence[Key]) -> list[float]:
+        """The rate of each key."""
+        rates = {}
+        for key in dict.fromkeys(keys):
+            hits, tries, last = self._seen.get(key, (0.0, 0.0, 0))
+            fade = FORGETTING ** (self.round - last)
+            started = PRIOR * self.prior(key)
+            rates[key] = (hits * fade + started) / (tries * fade + PRIOR)
+        return [rates[key] for key in keys]
 
     def learn(self, key: Key, accepted: bool) -> None:
-        hits, tries = self._faded(key)
-        fade = 1 - 1 / MEMORY
-        hits = hits * fade + accepted
-        tries = tries * fade + 1
-        self._seen[key] = hits, tries, self.round
-
-    def _faded(self, key: Key) -> tuple[float, float]:
         hits, tries, last = self._seen.get(key, (0.0, 0.0, 0))
-        fade = FORGETTING ** (self.round - last)
-        return hits * fade, tries * fade
+        fade = FORGETTING ** (self.round - last) * (1 - 1 / MEMORY)
+        self._seen[key] = hits * fade + accepted, tries * fade + 1, self.round
 
 
 @dataclass(slots=True)

@@ -92,8 +92,9 @@ class Proposer:
         """Whether a draft in flight cannot be continued before it is read, or a copy is worth
         waiting for the tokens in flight."""
         for seq in seqs:
-            waits = seq.request.sampling.penalized or seq.restricted
-            if seq.inflight_drafts and (waits or not self._overlaps()):
+            if seq.inflight_drafts and (
+                not self._overlaps() or seq.request.sampling.penalized or seq.restricted
+            ):
                 return True
         decided = self._decide(seqs, in_flight=True)
         return not all(proposal.drafter.lazy for *_, proposal in decided)
@@ -163,8 +164,7 @@ class Proposer:
         rate = self._stats[seq]
         for drafter in self.drafters:
             for proposal in self._call(drafter, drafter.options, seq) or []:
-                rates = {key: rate.of(key) for key in set(proposal.rate_keys)}
-                proposal.rates = [rates[key] for key in proposal.rate_keys]
+                proposal.rates = rate.all_of(proposal.rate_keys)
                 proposal.drafter = drafter
                 yield proposal
 
@@ -187,7 +187,7 @@ class Proposer:
         for e, new in zip(step.plan, accepted, strict=True):
             if new.tokens and e.seq.finish is None:
                 # In a draft that a grammar cut, the token that it refused counts as rejected.
-                keys = e.draft.rate_keys[: min(e.depth, len(e.draft) + 1)]
+                keys = e.draft.rate_keys[: min(e.depth, e.draft.size + 1)]
                 self.control.learn(self._stats[e.seq], keys, new.drafts)
         for drafter in self.drafters:
             self._call(drafter, drafter.observe, step, accepted)
@@ -203,11 +203,13 @@ class Proposer:
             rows = len(plan) * max(e.rows for e in plan)
         context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "synced"
-        drafts = [e.draft for e in plan if e.draft.source in self._names]
+        drafts = [(e.draft.size, e.draft.source) for e in plan if e.draft.source in self._names]
         if not drafts:
             costs.learn(rows, context, mode, seconds=seconds)
-        elif deepest := max(drafts, key=len):  # else a grammar refused all that was drafted
+            return
+        size, source = max(drafts)
+        if size:  # else a grammar refused all that was drafted
             drafting = seconds - costs.step(rows, context, mode)
             for drafter in self.drafters:
-                if drafter.name == deepest.source:
-                    drafter.learn_seconds(drafting, len(deepest))
+                if drafter.name == source:
+                    drafter.learn_seconds(drafting, size)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
@@ -38,7 +37,7 @@ def recorded(e: Any, head: Any) -> list[Draft]:
             seq, told = entry.seq, entry.draft.tokens
             if len(told) and seq not in ended:
                 tokens = tuple(seq.tokens[: entry.start + entry.count])
-                found.append((seq.request, tokens, np.array(told).tolist()))
+                found.append((seq.request, tokens, [*told]))
             if seq.finish:
                 ended.add(seq)
         observe(step, accepted)

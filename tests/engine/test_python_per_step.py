@@ -15,7 +15,7 @@ import pytest
 import mlxspec
 from mlxspec.engine.engine import Engine
 from tests.support import tiny
-from tests.support.drafters import attach
+from tests.support.drafters import attach, attach_head
 from tests.support.parameter_rows import only
 
 OURS = str(Path(mlxspec.__file__).parent)
@@ -24,9 +24,9 @@ LAYERS = (
     "model/pages.py",
     "model/attention.py",
 )  # grow with a model's depth, not with its rows
-LAYER = 30  # calls
+LAYER = 37  # calls
 SAME: dict[str, Any] = dict(
-    blocks=400, budget=1024
+    blocks=800, budget=1024
 )  # all prompts in one step, so that all are as long
 STEPS = 30
 
@@ -60,11 +60,26 @@ def calls(engine: Engine, streams: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("kind", "streams", "most"),
-    only([("", 1, 230), ("", 16, 1740), ("lookup", 1, 355), ("lookup", 16, 2770)], 1, 2),
+    only(
+        [
+            ("", 1, 196),
+            ("", 16, 1265),
+            ("lookup", 1, 280),
+            ("lookup", 16, 1830),
+            ("head", 1, 660),
+            ("head", 16, 3580),
+        ],
+        1,
+        2,
+        5,
+    ),
 )
 def test_a_step_calls_no_more_than_this(kind: str, streams: int, most: int) -> None:
-    engine = tiny.engine(tiny.model("qwen3"), blocks=400, max_sequences=16)
-    if kind:
+    """A round of the head drafts three tokens."""
+    engine = tiny.engine(tiny.model("qwen3"), **SAME, max_sequences=16)
+    if kind == "head":
+        attach_head(engine, depth=3, kind="eagle")
+    elif kind:
         attach(
             engine, kind, row=1e-2
         )  # too dear to draft: what remains is what looking for copies takes

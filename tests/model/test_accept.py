@@ -50,4 +50,4 @@ def test_equals_the_rule_written_down(some: list[tuple[Entry, list[int], list[in
     for k, (e, _, sampled) in zip(kept, [s for s in some if s[0].samples], strict=True):
         out = sampled[: k + 1]
         assert out[:-1] == e.draft.tokens[:k]
-        assert k == len(e.draft) or out[-1] != e.draft.tokens[k]
+        assert k == e.draft.size or out[-1] != e.draft.tokens[k]

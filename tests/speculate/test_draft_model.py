@@ -287,7 +287,7 @@ def test_logits_of_another_width(
 
     def draft(entries: Sequence[Entry], before: Any) -> None:
         inner(entries, before)
-        seen.extend(t for entry in entries if len(entry.draft) for t in entry.draft.tokens.tolist())
+        seen.extend(t for entry in entries if entry.draft.size for t in entry.draft.tokens)
 
     monkeypatch.setattr(Proposer, "draft", lambda self, entries, before: draft(entries, before))
     for r, answer in zip((free, common), right, strict=True):
@@ -327,7 +327,7 @@ def test_it_follows_a_target_that_rolls_drafts_back(monkeypatch: pytest.MonkeyPa
 
     def checked(self: HeadDrafter, plan: Sequence[Entry], previous: Any) -> None:
         draft(self, plan, previous)
-        drafted.extend(entry for entry in plan if len(entry.draft))
+        drafted.extend(entry for entry in plan if entry.draft.size)
 
     monkeypatch.setattr(HeadDrafter, "draft", checked)
     rs = [tiny.request(f"r{i}", some(9 + i, i), N) for i in range(2)]
@@ -338,4 +338,4 @@ def test_it_follows_a_target_that_rolls_drafts_back(monkeypatch: pytest.MonkeyPa
     assert e.proposer is chain and len(drafted) > 10
     for entry in drafted:  # whose start is exact by now
         known = entry.seq.tokens[: entry.start + entry.count]
-        assert entry.draft.tokens.tolist() == plain("llama")(known, len(entry.draft))
+        assert [*entry.draft.tokens] == plain("llama")(known, entry.draft.size)

@@ -93,7 +93,7 @@ class Traced:
         self.events.append((event, step))
         if event == "submit":
             plan = self.engine.in_flight.plan
-            self.drafted[step] = [(e.draft.source, len(e.draft)) for e in plan if len(e.draft)]
+            self.drafted[step] = [(e.draft.source, e.draft.size) for e in plan if e.draft.size]
 
     def __call__(self, *requests: Request) -> list[Any]:
         for r in requests:

@@ -144,10 +144,10 @@ def recorded(e: Engine, head: HeadDrafter) -> list[Drafted]:
     def record(step: Step, accepted: Any) -> None:
         for entry in step.plan:
             made = outputs.pop(entry, [])
-            n, seq = len(entry.draft), entry.seq
+            n, seq = entry.draft.size, entry.seq
             if made and n and seq not in ended:
                 tokens = tuple(seq.tokens[: entry.start + entry.count])
-                told = np.array(entry.draft.tokens).tolist()
+                told = [*entry.draft.tokens]
                 rows = np.array(mx.stack(made[:n]))
                 found.append(Drafted(seq.request, seq.index, tokens, told, rows))
             if seq.finish:

@@ -44,7 +44,7 @@ class NoisyOracle:
             )
 
     def observe(self, step: Any, accepted: Sequence[Accepted], seconds: float) -> None:
-        self.drafted += sum(len(e.draft) for e in step.plan)
+        self.drafted += sum(e.draft.size for e in step.plan)
         self.kept += sum(new.drafts for new in accepted)
 
     def clear(self) -> None: ...

@@ -97,7 +97,7 @@ class AssistantPass(Pass):
         self.read_from = [runner.caches[i] for i in head.module.reads]
 
     def draft(self, rows: HeadInput, chain: Chain) -> None:
-        hidden = rows.newest_hidden(chain.shift)
+        hidden = rows.hidden[rows.newest(chain.shift)]
         newest = [replace(e, start=e.start - 1) for e in chain.spans]  # with keys and values
         pages = [self._borrowed(target_pages) for target_pages in self.read_from]
         seen = 0  # sequences in the view

@@ -6,21 +6,14 @@ does not attend, they are written, and overwritten by those with the target's hi
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 from mlx.core import array as Array
 
-from mlxspec.model.batch import (
-    Shift,
-    bucket,
-    fill_view,
-    runs_of,
-    sampled_row_indices,
-    starts_of,
-)
+from mlxspec.model.batch import Shift, bucket, fill_view, joined, runs_of, starts_of
 from mlxspec.sequences import Draft
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.model import HeadInput, HeadModel, Pass
@@ -36,7 +29,8 @@ class ChainedPass(Pass):
         head.module(rows, rows, caches)
 
     def read(self, rows: HeadInput) -> None:
-        self._forward(rows)
+        for _ in self._outputs(rows):
+            self.submit()
 
     def draft(self, rows: HeadInput, chain: Chain) -> None:
         out = self._forward(rows)[rows.newest(chain.shift)]
@@ -51,10 +45,17 @@ class ChainedPass(Pass):
             self.view.beside = None
 
     def _forward(self, rows: HeadInput, shift: Shift = None) -> Array:
-        """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that
-        are alike."""
-        view, hidden = self.view, rows.hidden
+        """The head's output [T, D]."""
         out = []
+        for part in self._outputs(rows, shift):
+            self.submit(part)
+            out.append(part)
+        return joined(out)
+
+    def _outputs(self, rows: HeadInput, shift: Shift = None) -> Iterator[Array]:
+        """The head's outputs, to be submitted one after the other. Dense K/V are gathered for
+        neighbours that are alike."""
+        view, hidden = self.view, rows.hidden
         for batch, places, at in runs_of(
             rows.spans,
             lambda e: view.dense and bucket(e, view.block_size),
@@ -64,11 +65,7 @@ class ChainedPass(Pass):
             shape = -1, batch[0].rows if view.dense else 1, hidden.shape[-1]
             view.positions = view.positions[:: shape[1]]
             x = self.head.embed(rows.tokens[at]).reshape(shape)
-            x = self.head.module(x, hidden[at].reshape(shape), self.pages).flatten(0, 1)
-            x = x[sampled_row_indices(batch)]
-            self.submit(x)
-            out.append(x)
-        return mx.concatenate(out)
+            yield self.head.module(x, hidden[at].reshape(shape), self.pages).flatten(0, 1)
 
 
 class ParallelPass(ChainedPass):

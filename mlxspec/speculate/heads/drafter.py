@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from mlxspec.model.batch import Step, build_inputs, starts_of
+from mlxspec.model.batch import Step, build_inputs, joined, starts_of
 from mlxspec.model.runner import Runner
-from mlxspec.sequences import Accepted, Draft, Entry, Plan, Seq, Span
+from mlxspec.sequences import Accepted, Draft, Entry, LazyTokens, Plan, Seq, Span
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.calibrate import unused_span
 from mlxspec.speculate.chain import (
@@ -133,7 +133,7 @@ class HeadDrafter(Drafter):
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         """Keep a step's hidden states up to the last accepted draft, and run the head over rows
         that are due; over others once there are MAX_LAG."""
-        hidden = self._hidden(step)
+        hidden = None
         offset, size = self.head.slot_offset, self.runner.view.block_size
         first = starts_of(step.plan)
         due = []
@@ -148,6 +148,8 @@ class HeadDrafter(Drafter):
                 live.hidden = []
                 live.read = end + offset
             else:
+                if hidden is None:  # of few steps
+                    hidden = self._hidden(step)
                 rows = hidden[first[e] : first[e] + end - e.start]
                 live.hidden.append(rows + 0 if len(hidden) > MAX_LAG else rows)  # a slice pins all
             lag = end - live.read
@@ -225,7 +227,8 @@ class HeadDrafter(Drafter):
                 live.hidden = []
             if e.inflight_drafts and previous and previous.sampled:
                 first = previous.first_row[e.kept] + offset
-                run.draft = Draft(previous.sampled.tokens[first : first + e.inflight_drafts])
+                places = [*range(first, first + e.inflight_drafts)]
+                run.draft = Draft(LazyTokens(previous.sampled.tokens, places))
             if states:
                 runs.append((run, joined(states)))
         return _head_input(runs, previous)
@@ -270,7 +273,7 @@ class HeadDrafter(Drafter):
             tokens=build_inputs([newest], None, None),
         )
         self._pass.draft(_head_input([(run, hidden)], None), chain)
-        mx.eval(chain.drafts)
+        mx.eval([draft.array for draft in chain.drafts])
         return time.perf_counter() - began
 
 
@@ -278,10 +281,3 @@ def _head_input(runs: Sequence[tuple[Span, mx.array]], previous: Step | None) ->
     """Rows with their hidden states and tokens; tokens in flight are taken lazily."""
     spans = [span for span, _ in runs]
     return HeadInput(spans, build_inputs(spans, previous, None), joined([rows for _, rows in runs]))
-
-
-def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
-    """The parts in one array; [0, 0] if there are none."""
-    if len(parts) == 1:
-        return parts[0]
-    return mx.concatenate(list(parts), axis) if parts else mx.zeros((0, 0))

@@ -41,7 +41,7 @@ class MedusaPass(Pass):
     """`head.module` is a Medusa."""
 
     def draft(self, rows: HeadInput, chain: Chain) -> None:
-        hidden = rows.newest_hidden(chain.shift)
+        hidden = rows.hidden[rows.newest(chain.shift)]
         heads = iter(self.head.module.heads)
         while chain.spans:
             x = hidden[: len(chain.spans)]

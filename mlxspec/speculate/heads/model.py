@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.core import array as Array
 
 from mlxspec.model import attention
-from mlxspec.model.batch import Shift, sampled_row_indices
+from mlxspec.model.batch import Shift
 from mlxspec.model.layout import CacheBytes
 from mlxspec.model.pages import Pages, View, pools_of
 from mlxspec.model.runner import Runner
@@ -32,14 +32,11 @@ class HeadInput:
     hidden: Array
 
     def newest(self, shift: Shift) -> Array:
-        """int32 [spans]: the newest tokens' rows among the sampled ones."""
-        sampled = [e.sampled for e in self.spans]
-        first = mx.array([0, *accumulate(sampled[:-1])])
-        return first if shift is None else first + shift
-
-    def newest_hidden(self, shift: Shift) -> Array:
-        """[spans, D]: the hidden states of the newest tokens' rows."""
-        return self.hidden[sampled_row_indices(self.spans)[self.newest(shift)]]
+        """int32 [spans]: the newest tokens' rows."""
+        ends = accumulate(e.rows for e in self.spans)
+        rows = [end - e.sampled for e, end in zip(self.spans, ends, strict=True)]
+        newest = mx.array(rows)
+        return newest if shift is None else newest + shift
 
 
 class Pass:

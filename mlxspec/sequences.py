@@ -201,14 +201,15 @@ class Seq:
         ahead = self.pending + self.inflight_drafts
         return self.prompt_len + self.request.max_tokens - len(self.tokens) - ahead
 
-    def uncut(self, rows: int) -> int:
+    def uncut(self, rows: int, alone: bool) -> int:
         """So many next rows, or others, if these would end between rows that see each other: those
-        before that image, or all of it."""
+        before that image, or all of it; none of it where the step is not for this prompt alone, as
+        memory is planned for a step of the budget or of an image, not of both."""
         stop = self.computed + rows
         for image in self.request.images:
             if rows and image.both_ways and image.start < stop < image.stop:
                 ahead = image.start - self.computed
-                return ahead if ahead > 0 else image.stop - self.computed
+                return ahead if ahead > 0 else alone * (image.stop - self.computed)
         return rows
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from mlxspec.sequences import Plan
 
 MIN_ROWS = 8  # a prefill always makes progress
-MAX_ROWS = 2048  # bounds a step's memory, but for an image that is not cut
+MAX_ROWS = 2048  # bounds a step's memory, but for a larger image that is not cut
 CHOICES = np.r_[8:64:8, 64 : MAX_ROWS + 1 : 64]  # rows of prompts in a step: whole tiles of kernels
 FIRST_ROWS = 64  # of the first step
 LONGEST = 4.0  # seconds of a step when nothing decodes: a cancel or an arrival waits for it

@@ -127,7 +127,7 @@ class Scheduler:
         for seq in prefills:
             budget = self.prefill_budget.rows(plan, seq.computed, decoding)
             n = min(seq.remaining, budget)
-            n = seq.uncut(self.kv.limit_rows(seq, n))
+            n = seq.uncut(self.kv.limit_rows(seq, n), alone=all(e.count == 1 for e in plan))
             if n > 0 and self._add_entry(plan, seq, n):
                 seq.deferred = 0
                 decoding |= plan[-1].samples  # its answer begins with this step and waits for it

@@ -54,8 +54,8 @@ class MemoryPlan:
 @dataclass(frozen=True, slots=True)
 class Room:
     """What a model may take under its settings: `free` bytes for weights, headroom and the caches
-    of sequences of up to `context` tokens. An image of `uncut` rows at most is computed whole, even
-    where that is more than the prefill budget."""
+    of sequences of up to `context` tokens. An image of `uncut` rows at most is computed whole,
+    beyond the prefill budget in a step without other prompts."""
 
     config: Config
     context: int
@@ -150,7 +150,7 @@ def _pool_limits(room: Room, cache: CacheSizes) -> list[PoolLimits]:
     full, first = (-(-tokens // size) + 1 for tokens in (context, min(context, LEAST_CONTEXT)))
     most = config.kv_blocks or CONTEXTS * (full - 1) + 1
     pools = [PoolLimits(token_bytes * size, first, most)]
-    chunk = room.uncut + (config.prefill_budget or MAX_ROWS)
+    chunk = max(room.uncut, config.prefill_budget or MAX_ROWS)
     for window, window_bytes in _windows(room, cache).items():
         one, every = (
             Window.min_blocks(window, size, sequences=n, chunk=chunk, depth=MAX_DEPTH)

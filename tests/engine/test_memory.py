@@ -108,8 +108,9 @@ def test_windows_and_states_are_planned() -> None:
     assert (rich.blocks, rich.windows) == (4097, {512: 2 * least})
     assert (rich.sequences, rich.snapshots) == (16, 32)
     assert rich.cache_bytes == 32 * (4097 * 1000 + 2 * least * 5000) + (2 * 16 + 32) * (1 << 20)
-    room = Room(Config(cache_gb=0, prefill_budget=2048), 32768, 1 << 40, uncut=1024)
-    assert make_plan(room, 0, cache).windows == {512: 2 * (least + 64)}, "two images of 1,024 rows"
+    for uncut, more in ((1024, 0), (3072, 64)):  # rows of an image: it has steps of its own
+        room = Room(Config(cache_gb=0, prefill_budget=2048), 32768, 1 << 40, uncut=uncut)
+        assert make_plan(room, 0, cache).windows == {512: 2 * (least + more)}
     poor = plan(cache, 80 << 20, 32768, prefill_budget=2048)
     assert 257 <= poor.blocks < 4097 and 150 <= poor.windows[512] < 2 * least
     assert 1 <= poor.sequences < 16

@@ -4,6 +4,7 @@ must come out is known whatever the order, the preemptions and the drafts."""
 import random
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,7 @@ from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler, cut_at_stop
 from mlxspec.sequences import Draft, Entry, Seq
-from mlxspec.types import Output, Request, UserError
+from mlxspec.types import ImageSpan, Output, Request, UserError
 from tests.support import tiny
 from tests.support.examples import examples
 
@@ -224,6 +225,29 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     assert any(o.request == "long" and o.finish for o in m.out), (
         f"passed over more than {MAX_DEFERRED} times"
     )
+
+
+@pytest.mark.parametrize("rows", [6, 20])
+def test_an_image_that_is_not_cut_shares_no_step_beyond_the_budget(rows: int) -> None:
+    """A step has as many prompt rows as the budget or the image at most: memory is planned for one
+    of both, not for their sum."""
+    m = Mock(200, budget=8)
+    prompts = {}
+    for i, before in enumerate((7, 3, 0, 9)):
+        image: Any = ImageSpan(before, before + rows, None, rows, 1, both_ways=True)
+        prompts[f"{before}"] = prompt = [i] * (before + rows + 3)
+        m.s.add(Request(f"{before}", tuple(prompt), 2, images=(image,)))
+    prompts["text"] = [9] * 5
+    m.s.add(Request("text", tuple(prompts["text"]), 2))
+    steps = []
+    while m.busy:
+        m.step()
+        steps += [[e.count for e in plan if e.start < e.seq.prompt_len - 1] for plan, _ in m.flight]
+    assert max(map(sum, steps)) <= max(8, rows)
+    assert max(map(len, steps)) > 1, "what fits goes together"
+    assert {name: m.tokens(name) for name in prompts} == {
+        name: answer(prompt, 2) for name, prompt in prompts.items()
+    }
 
 
 def test_short_of_blocks_the_youngest_gives_way_and_comes_back() -> None:

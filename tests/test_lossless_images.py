@@ -6,11 +6,13 @@ Beside mlx-vlm the logits are compared in tests/model/test_vision.py.
 
 import functools
 import random
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from mlx_lm.utils import load_model
 
 from mlxspec.engine.engine import Engine
 from mlxspec.text.structured.loop_guard import LEAST, LoopGuard
@@ -33,12 +35,22 @@ OWN = {"mistral3": OTHER_HEADS, "qwen3_5": ["mtp", *OTHER_HEADS], "qwen3_vl": ["
 SMALL = [(*layout, "model") for layout in LAYOUTS if layout in (LAYOUTS[0], LAYOUTS[4])]
 PAIRS = [(*layout, name) for layout in LAYOUTS for name in (*DRAFTERS, *OWN.get(layout[0], ()))]
 PAIRS += [*SMALL, *((*HALVES, name) for name in DRAFTERS)]
+# The same with K and V in 8 or 4 bits, the budget and the temperature in turn.
+PACKED = [
+    (f"{kind}:{bits}", layout, name)
+    for kind, layout, name in PAIRS
+    for bits in (8, 4)
+    if kind != HALVES[0]
+]
+TURNS = [(7, 0.8), (64, 0.0), (16, 0.8), (1, 0.0), (16, 0.0)]
+QUICK = PACKED.index(("qwen3_vl:4", "rows", "liar"))
+PACKED_TURNS = [(*run, *TURNS[i % len(TURNS)]) for i, run in enumerate(PACKED)]
 
 
 def engine(kind: str, layout: str, **options) -> Engine:
     seen = vision.seeing(kind)
     options = {"budget": 16, "block": BLOCK, "blocks": 96, "max_sequences": 8} | options
-    e = tiny.engine(seen.model, layout=layout, **options)
+    e = tiny.engine(seen.model, layout=layout, kv_bits=tiny.kv_bits(kind), **options)
     e.runner.see(seen.eyes)
     return e
 
@@ -124,7 +136,8 @@ def answers(e: Engine, all_of: dict[str, Request], when: dict[str, int]) -> Answ
 
 @pytest.mark.parametrize(
     "kind, layout, name, budget, temperature",
-    fewer(diagonal(PAIRS, [1, 7, 64], [0.0, 0.8], every=11), 4, 0, 1, 2),
+    fewer(diagonal(PAIRS, [1, 7, 64], [0.0, 0.8], every=11), 4, 0, 1, 2)
+    + only(PACKED_TURNS, QUICK),
 )
 def test_batch(kind: str, layout: str, name: str, budget: int, temperature: float) -> None:
     told = truth(kind, layout, temperature)
@@ -138,7 +151,9 @@ def test_batch(kind: str, layout: str, name: str, budget: int, temperature: floa
         assert e.spec_metrics.drafted.total() or name == "liar"
 
 
-@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 4))
+@pytest.mark.parametrize(
+    "kind, layout, name", fewer(diagonal(PAIRS, every=13), 4) + only(PACKED, QUICK)
+)
 def test_preemption(kind: str, layout: str, name: str) -> None:
     told = truth(kind, layout, 0.8)
     longest = max(len(r.prompt) for r in requests(kind, 0.8).values())
@@ -149,7 +164,9 @@ def test_preemption(kind: str, layout: str, name: str) -> None:
     assert e.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("kind, layout, name", fewer(diagonal(PAIRS, every=13), 4, 1))
+@pytest.mark.parametrize(
+    "kind, layout, name", fewer(diagonal(PAIRS, every=13), 4, 1) + only(PACKED, QUICK)
+)
 def test_restart(kind: str, layout: str, name: str, tmp_path: Path) -> None:
     """Another process answers the same prompts from the disk."""
     told = truth(kind, layout, 0.8)
@@ -188,6 +205,27 @@ def test_choices_under_a_grammar(kind: str, layout: str, name: str, temperature:
     e = engine(kind, layout, blocks=256)
     all_of = equip(e, name, all_of, {n: first for n, (first, *_) in want.items()})
     assert answers(e, all_of, {"fork": 8, "two": 9}) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["rows", "gather"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_truth_is_that_of_quantized_caches(layout: str, bits: int) -> None:
+    """Of mlx-lm for a text; and images are read otherwise with 4 bits."""
+    kind = f"qwen3_vl:{bits}"
+    told, r = truth(kind, layout, 0.8), requests(kind, 0.8)["text"]
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_model(vision.save(Path(folder), kind))[0]
+    plain = tiny.Plain(model, bits)(r.prompt, N, 0.8, r.sampling.seed)
+    assert plain == told["text"]
+    if bits == 4:
+        seen, wide = vision.seeing(kind), {}
+        for name, asked in requests(kind, 0.8).items():
+            e = tiny.engine(seen.model, layout=layout, block=BLOCK, blocks=96, budget=256)
+            e.runner.see(seen.eyes)
+            e.add(asked)
+            wide[name] = tiny.tokens(tiny.run(e), name)
+        assert any(wide[name] != told[name] for name in told if name != "text")
 
 
 @pytest.mark.parametrize("kind, layout", only(LAYOUTS, 0, 3, 5))

@@ -431,11 +431,12 @@ def config(name: str) -> dict[str, Any]:
     return copy.deepcopy(found | special | {"model_type": name})
 
 
-def build(name: str) -> nn.Module:
-    """A fresh model with the same random weights every time."""
+def build(name: str, settings: dict[str, Any] | None = None) -> nn.Module:
+    """A fresh model with the same random weights every time; `settings`: its config, if it is not
+    the tiny one."""
     arch = module(name)
     mx.random.seed(3)
-    model: nn.Module = arch.Model(arch.ModelArgs.from_dict(config(name)))
+    model: nn.Module = arch.Model(arch.ModelArgs.from_dict(settings or config(name)))
 
     def weight(x: mx.array) -> mx.array:
         if not mx.issubdtype(x.dtype, mx.floating):

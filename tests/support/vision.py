@@ -4,7 +4,7 @@ import functools
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ TOWERS: dict[str, dict[str, Any]] = {
     ),
 }
 SECTIONS = {"qwen3_5": [2, 1, 1], "qwen3_vl": [3, 3, 2]}  # frequencies by time, height and width
+WIDE = 32  # values of a head that can be quantized
+WIDE_SECTIONS = {"qwen3_5": [3, 3, 2], "qwen3_vl": [6, 5, 5]}
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "mistral3": {"size": {"longest_edge": 64}},
@@ -66,16 +68,21 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 def config(kind: str) -> dict[str, Any]:
-    """As config.json would have it."""
+    """As config.json would have it. A kind like "mistral3:8" has heads that are wide enough to be
+    quantized."""
+    kind, _, bits = kind.partition(":")
     both_ways, kind = kind.endswith(BOTH_WAYS), kind.removesuffix(BOTH_WAYS)
     found = architectures.config(kind)
     text = found["text_config"]
+    if bits:
+        text |= {name: WIDE for name in ("head_dim", "global_head_dim")}
     if both_ways:
         text["use_bidirectional_attention"] = "vision"
     tower = dict(TOWERS[kind])
     if kind.startswith("qwen"):
         tower["out_hidden_size"] = text["hidden_size"]
-        rope = {"mrope_section": SECTIONS[kind.removesuffix("_moe")], "rope_type": "default"}
+        sections = (WIDE_SECTIONS if bits else SECTIONS)[kind.removesuffix("_moe")]
+        rope = {"mrope_section": sections, "rope_type": "default"}
         if kind.startswith("qwen3_vl"):
             text["rope_scaling"] = rope
         else:
@@ -93,8 +100,8 @@ def save(path: Path, kind: str) -> Path:
     four, kind = kind.endswith(tiny.FOUR), kind.removesuffix(tiny.FOUR)
     save_tokenizer(path)
     settings = config(kind)
-    kind = kind.removesuffix(BOTH_WAYS)
-    model = architectures.build(kind)
+    kind = kind.partition(":")[0].removesuffix(BOTH_WAYS)
+    model = architectures.build(kind, settings)
     if four:
         tiny.four_bits(model)
         settings["quantization"] = {"group_size": 32, "bits": 4}
@@ -149,15 +156,18 @@ def seeing(kind: str) -> Seeing:
         return open_model(save(Path(folder), kind))
 
 
-def open_model(path: Path) -> Seeing:
+def open_model(path: Path, change: Callable[[nn.Module], object] = lambda _: None) -> Seeing:
+    """`change` makes what it likes of the text model, before it sees."""
     model, files = load(path)
     load_weights(model)
+    layout = find_layout(model).layout
+    change(model)
     tower = load_vision(path, files)
     assert tower
     load_weights(tower)
     reader = image_reader(path, files, 1 << 20)
     assert reader
-    return Seeing(model, Eyes(model, tower, files), reader, find_layout(model).layout)
+    return Seeing(model, Eyes(model, tower, files), reader, layout)
 
 
 def prompt(seen: Seeing, *parts: Sequence[int] | Image) -> tuple[list[int], list[ImageSpan]]:

@@ -45,6 +45,7 @@ def settings_of(
         "context": context,
         "sees": json.dumps(sees),
         "modalities": '["text", "image"]' if sees else '["text"]',
+        "qwen_defaults": str(Path(__file__).with_name("qwen_sees.json")) if sees else "",
         "compact_at": int(context * COMPACT_AT),
         "eighth": min(context // 8, MAX_OUTPUT),
         "quarter": min(context // 4, MAX_OUTPUT),

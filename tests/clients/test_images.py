@@ -24,7 +24,9 @@ PICTURE = vision.png(64, 40)
 LOOKS = {
     **SEES,
     "opencode": (AGENTS["opencode"].reads, ["run", "--continue", "--auto", AGAIN]),
+    "qwen": (AGENTS["qwen"].reads, ["--yolo", "--continue", AGAIN]),
 }
+MOVES = {"qwen"}  # the date, in a session that is resumed, to its last message
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,18 @@ def test_an_agent_shows_a_picture(name: str, seeing: World) -> None:
     assert DONE in seeing.launch(agent.path(), name, *again, **agent.env)
     seeing.asked(agent.asks)
     assert AGAIN in seeing.player.prompts[-1] and rows_of(seeing) == seen
-    assert seeing.player.forks() == []
+    assert seeing.player.forks() == [] or name in MOVES
+
+
+def test_the_users_own_settings_for_qwen_come_first(seeing: World) -> None:
+    own = {"model": {"generationConfig": {"modalities": {"image": False}}}}
+    (seeing.home / ".qwen").mkdir()
+    (seeing.home / ".qwen/settings.json").write_text(json.dumps(own))
+    (seeing.project / "dot.png").write_bytes(PICTURE)
+    looks = AGENTS["qwen"].reads(str(seeing.project / "dot.png"))
+    seeing.player.play = steps(looks, DONE)
+    assert DONE in AGENTS["qwen"].start(seeing, "qwen")
+    assert len(seeing.player.submitted) > 1 and rows_of(seeing) == []
 
 
 def sdk(world: World, python: str, program: str) -> str:

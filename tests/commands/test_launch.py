@@ -167,6 +167,20 @@ def test_opencode(env: dict[str, str]) -> None:
     assert provider["models"][MODEL]["limit"] == {"context": 65_536, "output": 16_384}
 
 
+@pytest.mark.parametrize("sees", [False, True])
+def test_qwen_is_told_whether_the_model_sees(
+    sees: bool, server: Server, env: dict[str, str]
+) -> None:
+    """By a file of our own, whose settings the user's go before."""
+    modalities = ["text", "image"] if sees else ["text"]
+    server.models["/v1/models/default"] = SERVED | {"input_modalities": modalities}
+    file = given(launch(env, "qwen"))[1]["QWEN_CODE_SYSTEM_DEFAULTS_PATH"]
+    settings = json.loads(Path(file).read_text()) if file else {"model": {"generationConfig": {}}}
+    told = settings["model"]["generationConfig"].get("modalities", {})
+    assert told == ({"image": True} if sees else {})
+    assert list(Path(env["HOME"]).iterdir()) == []
+
+
 def test_a_server_without_a_key(env: dict[str, str]) -> None:
     del env["MLXSPEC_API_KEY"]
     assert given(launch(env, "qwen"))[1]["OPENAI_API_KEY"] == "none"

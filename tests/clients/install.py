@@ -4,6 +4,7 @@ find there.
 A client that cannot be had skips its test, with the reason.
 """
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -38,12 +39,15 @@ def pip(package: str, version: str, extra: str = "") -> Path:
 
 def _filled(at: Path, commands: list[list[str]]) -> Path:
     done = at / "installed"
-    if not done.exists():
-        shutil.rmtree(at, ignore_errors=True)
-        at.mkdir(parents=True)
-        for words in commands:
-            _run(words)
-        done.touch()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:  # another worker's tests may need it as well
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(at, ignore_errors=True)
+            at.mkdir()
+            for words in commands:
+                _run(words)
+            done.touch()
     return at
 
 

@@ -116,6 +116,11 @@ def reading(read: Callable[[int], str]) -> Play:
     return play
 
 
+def restricted(request: Request) -> bool:
+    """Whether a grammar restricts its first token; a loop guard does not."""
+    return request.grammar is not None and request.grammar().restricts(0)
+
+
 @dataclass(repr=False)  # it holds megabytes
 class Player(Scripted):
     """Answers each prompt by `play`."""

@@ -17,7 +17,18 @@ import pytest
 from mlxspec.commands.launch import settings_of
 from tests.clients import install
 from tests.clients.conftest import BROKEN, KEY, MENDED, World
-from tests.clients.script import DONE, INFO, NAME, SUMMARY, Play, call, reading, steps, think
+from tests.clients.script import (
+    DONE,
+    INFO,
+    NAME,
+    SUMMARY,
+    Play,
+    call,
+    reading,
+    restricted,
+    steps,
+    think,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -323,7 +334,7 @@ def test_answers_by_a_schema(name: str, words: list[str], answer: str, world: Wo
     out = world.launch(agent.path(), name, *words, **agent.env)
     assert re.search(r'\{\\?"greeting\\?":\s*\\?"hello\\?"\}', out)
     world.asked(agent.asks)
-    assert [r.grammar is not None for r in world.player.submitted][:1] == [not answer]
+    assert [restricted(r) for r in world.player.submitted][:1] == [not answer]
 
 
 def test_claude_counts_tokens(world: World) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.clients import install
 from tests.clients.conftest import World
-from tests.clients.script import call, steps
+from tests.clients.script import call, restricted, steps
 
 pytestmark = pytest.mark.slow
 
@@ -35,4 +35,4 @@ def test_answers_by_a_schema(world: World) -> None:
     assert out == '{"river": "Rhine"}\n'
     (asked,) = world.asked("/v1/chat/completions")
     assert asked["response_format"]["type"] == "json_schema"
-    assert world.player.submitted[-1].grammar is not None
+    assert restricted(world.player.submitted[-1])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.clients import install
 from tests.clients.conftest import KEY, World
-from tests.clients.script import call, steps, think
+from tests.clients.script import call, restricted, steps, think
 
 pytestmark = pytest.mark.slow
 
@@ -109,4 +109,4 @@ def test_langchain(world: World) -> None:
     assert out == "It is 5.\n{'river': 'Rhine'}\n"
     assert len(world.asked("/api/chat")) == 3
     assert "the sum: 5" in world.player.prompts[1]
-    assert world.player.submitted[-1].grammar is not None
+    assert restricted(world.player.submitted[-1])

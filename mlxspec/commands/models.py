@@ -184,11 +184,12 @@ def rm(
 
     Other programs that use Hugging Face's cache have to download it again.
     """
-    from mlxspec.model.hub import cache_of, remove
+    from mlxspec.model.hub import cache_of, downloaded, remove
 
+    folders = downloaded(model, cache_of(load({})))
     if not yes:
         typer.confirm(f"Delete {model}?", abort=True)
-    print(f"{format_size(remove(model, cache_of(load({}))))} freed")
+    print(f"{format_size(remove(folders))} freed")
 
 
 def search(

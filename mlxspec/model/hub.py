@@ -270,10 +270,9 @@ def _shards(path: Path) -> set[str]:
         raise UnsupportedModel(f"{index} is not an index of weight files; download it") from error
 
 
-def remove(name: str, cache_dir: Path) -> int:
-    """Delete a downloaded model, by its hub id or the last part of it, or the built-in one, and
-    return its bytes. Raises OSError, and UnsupportedModel where it is not there or is another
-    program's."""
+def downloaded(name: str, cache_dir: Path) -> list[Path]:
+    """The folders of a downloaded model, by its hub id or the last part of it, or of the built-in
+    one. Raises UnsupportedModel where it is not there or is another program's."""
     if name in cards():
         folders = list((cache_dir / "models").glob(f"{name}-*"))
     else:
@@ -290,6 +289,11 @@ def remove(name: str, cache_dir: Path) -> int:
             )
     if not folders:
         raise UnsupportedModel(f"{name} is not on this disk; mlxspec models lists what is")
+    return folders
+
+
+def remove(folders: list[Path]) -> int:
+    """Delete a downloaded model and return its bytes. Raises OSError."""
     freed = 0
     for folder in folders:
         freed += sum(f.stat().st_size for f in folder.rglob("*") if not f.is_symlink())

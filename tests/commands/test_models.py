@@ -385,6 +385,8 @@ def test_a_model_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (hub / "models--d--begun/blobs").mkdir(parents=True)  # a download that was stopped
     assert run("rm", "a/one", typed="n\n").exit_code == 1 and (hub / "models--a--one").exists()
     assert " KB freed" in run("rm", "a/one", typed="y\n").stdout
+    nothing = run("rm", "a/one", typed="y\n")
+    assert "is not on this disk" in str(nothing.exception) and "Delete" not in nothing.stdout
     for name in ("three", "d/begun", "smollm2-135m-instruct", "b/two"):
         assert run("rm", "--yes", name).exit_code == 0, name
     for name, why in (

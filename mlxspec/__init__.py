@@ -2,6 +2,6 @@
 
 import logging
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 log = logging.getLogger("mlxspec")

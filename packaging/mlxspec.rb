@@ -2,9 +2,9 @@
 class Mlxspec < Formula
   desc "Local server for language models on Apple Silicon, built on MLX"
   homepage "https://github.com/ml-explore/mlx" # of what it is built on: mlxspec has no page of its own yet
+  url "ARCHIVE" # packaging/formula writes both; the version is in the archive's name
+  sha256 "SHA256"
   license "Apache-2.0"
-  # Homebrew hands only variables of its own name to a formula.
-  head ENV.fetch("HOMEBREW_MLXSPEC_GIT", "file:///nowhere"), using: :git, branch: "main"
 
   depends_on arch: :arm64
   depends_on macos: :sonoma # MLX's wheels need macOS 14
@@ -26,6 +26,6 @@ class Mlxspec < Formula
   end
 
   test do
-    assert_match "mlxspec", shell_output("#{bin}/mlxspec --version")
+    assert_equal "mlxspec #{version}\n", shell_output("#{bin}/mlxspec --version")
   end
 end

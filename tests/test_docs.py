@@ -124,8 +124,10 @@ def test_every_import_is_a_declared_dependency() -> None:
     assert imported - known == {"mlxspec"}
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_pages_name_the_version() -> None:
     assert PROJECT["dynamic"] == ["version"] and mlxspec.__version__ in read("README.md")
+    (first, *_) = re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), re.M)
+    assert first in (mlxspec.__version__, "Unreleased")
 
 
 def test_the_named_make_targets_exist() -> None:

@@ -21,7 +21,7 @@ from tests.service.fake import DOCUMENTED, faults
 
 URL = "http://127.0.0.1:8080"
 MODELS = {"org/big": "loaded", "small": "unloaded"}
-UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.1.0"}
+UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.2.0"}
 UP |= {"models": MODELS, "speed": 41.25, "footprint": 5 << 30}
 
 STATES = {

@@ -1,6 +1,7 @@
 """The documents say what is so: settings, commands, flags, dependencies and links."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.main import get_command
 
 import mlxspec
@@ -157,6 +159,19 @@ def test_the_command_line_takes_it(page: str, line: str, whole: bool, bare_setti
 def options(command: Any) -> set[str]:
     own = {name for param in command.params for name in param.opts}
     return own.union(*map(options, getattr(command, "commands", {}).values()))
+
+
+def test_the_settings_for_other_programs_parse_and_name_this_server() -> None:
+    read_as: dict[str, Any] = {"toml": tomllib.loads, "json": json.loads, "yaml": yaml.safe_load}
+    page = read("docs/clients.md")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.M | re.S)
+    assert {kind for kind, _ in blocks} == {"sh", "python", *read_as}
+    for kind, text in blocks:
+        if kind in read_as:
+            assert read_as[kind](text)
+        elif kind == "python":
+            compile(text, "clients.md", "exec")
+    assert set(re.findall(r"127\.0\.0\.1:(\d+)", page)) == {str(config.Config().port)}
 
 
 def test_every_flag_of_the_guides_is_known() -> None:

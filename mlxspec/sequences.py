@@ -209,7 +209,9 @@ class Seq:
         for image in self.request.images:
             if rows and image.both_ways and image.start < stop < image.stop:
                 ahead = image.start - self.computed
-                return ahead if ahead > 0 else alone * (image.stop - self.computed)
+                if ahead > 0:
+                    return ahead
+                return image.stop - self.computed if alone else 0
         return rows
 
     @property

@@ -64,8 +64,10 @@ class ChainedPass(Pass):
             fill_view(view, batch, part)
             shape = -1, batch[0].rows if view.dense else 1, hidden.shape[-1]
             view.positions = view.positions[:: shape[1]]
-            x = self.head.embed(rows.tokens[at]).reshape(shape)
-            yield self.head.module(x, hidden[at].reshape(shape), self.pages).flatten(0, 1)
+            embedded = self.head.embed(rows.tokens[at]).reshape(shape)
+            before = hidden[at].reshape(shape)
+            out = self.head.module(embedded, before, self.pages)
+            yield out.flatten(0, 1)
 
 
 class ParallelPass(ChainedPass):
@@ -88,8 +90,9 @@ class ParallelPass(ChainedPass):
         for n, (run, run_depth) in enumerate(zip(rows.spans, chain.depths, strict=True)):
             masks = Draft([0 for _ in range(run.sampled + run_depth - 2)])
             runs.append(replace(run, draft=masks))
-            places += range(starts[run], starts[run] + runs[-1].rows)
-            owners += [n for _ in range(runs[-1].rows)]
+            first, count = starts[run], runs[-1].rows
+            places += range(first, first + count)
+            owners += [n for _ in range(count)]
         at = mx.array(places)
         exists = at <= newest[mx.array(owners)]
         at = mx.where(exists, at, len(rows.tokens))  # else the mask

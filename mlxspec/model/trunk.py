@@ -61,8 +61,9 @@ def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
 
 class Tapped:
     """Mixed into the class of a decoder layer, or of the trunk: puts its output [B, L, D] into the
-    view if its tap is requested. Without a view, for example in a layer of such a class that a head
-    builds, it does nothing."""
+    view if its tap is requested. The trunk's passes only `view.sampled` rows on, to lm_head: as
+    [rows, 1, D], or all of them where that is None. Without a view, for example in a layer of such
+    a class that a head builds, it does nothing."""
 
     _tap: Tap
     _view: View | None = None
@@ -77,7 +78,7 @@ class Tapped:
             view.tapped[self._tap] = hidden
         if self._tap == FINAL_NORM and view.sampled is not None:
             rows = out.flatten(0, 1)[view.sampled]
-            return rows[:, None]  # only sampled rows go on to lm_head
+            return rows[:, None]
         return out
 
 

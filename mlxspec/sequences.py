@@ -91,7 +91,7 @@ class Span:
     bound, by up to `inflight_drafts`.
     """
 
-    kept: SeqState
+    state: SeqState
     tables: Sequence[list[int]]
     tokens: list[int]
     start: int
@@ -154,12 +154,12 @@ class Seq:
     # Of the request's grammar, thinking budget or loop guard, advanced over its tokens.
     matcher: Any = None
     prompt_len: int = field(init=False)
-    kept: SeqState = field(init=False)
+    state: SeqState = field(init=False)
 
     def __post_init__(self) -> None:
         asked = self.request
         self.prompt_len = len(asked.prompt)
-        self.kept = SeqState(
+        self.state = SeqState(
             asked.sampling,
             self.index,
             self.prompt_len,

@@ -128,7 +128,7 @@ class KVCacheManager:
     def chunked(self, seq: Seq) -> int:
         """The number of blocks in the whole chunks of a sequence's prompt; -1: there are no
         chunks."""
-        return seq.kept.whole_rows(self.chunk) // self.block_size if self.chunk else -1
+        return seq.state.whole_rows(self.chunk) // self.block_size if self.chunk else -1
 
     def match(self, tokens: Sequence[int], chunked: int = -1) -> PrefixMatch:
         """The longest reusable prefix of `tokens` without the last one, for a sequence with so many
@@ -264,7 +264,7 @@ class KVCacheManager:
         copies = [(i, source, seq.tables[i][-1]) for i, source in enumerate(match.sources)]
         seq.block_hashes = list(match.hashes)
         seq.shared = len(match.hashes)
-        seq.kept.recurrent = match.state
+        seq.state.recurrent = match.state
         seq.computed = match.length
         seq.branch_points = []
         if match.full_length > match.length:
@@ -306,7 +306,7 @@ class KVCacheManager:
     def limit_rows(self, seq: Seq, rows: int) -> int:
         """At most `rows` next rows, fewer if a recurrent state is to be kept in between; a whole
         chunk where the sequence has one to compute."""
-        if self.chunk and rows and seq.computed < seq.kept.whole_rows(self.chunk):
+        if self.chunk and rows and seq.computed < seq.state.whole_rows(self.chunk):
             return self.chunk
         if self.states is None:
             return rows
@@ -322,7 +322,7 @@ class KVCacheManager:
         seq.table = []
         seq.windows = [[] for _ in self.windows]
         seq.block_hashes = []
-        seq.kept.recurrent = seq.kept.batch = None
+        seq.state.recurrent = seq.state.batch = None
         seq.computed = 0
 
     def check(self, seqs: Iterable[Seq]) -> None:

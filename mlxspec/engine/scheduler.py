@@ -160,7 +160,7 @@ class Scheduler:
         pending = samples and seq.pending > 0
         entry = Entry(
             seq=seq,
-            kept=seq.kept,
+            state=seq.state,
             tables=seq.tables,
             tokens=seq.tokens,
             start=seq.computed,
@@ -188,7 +188,7 @@ class Scheduler:
             seq = e.seq
             seq.flight.append(e)
             seq.computed = e.start + e.count
-            e.recurrent = seq.kept.recurrent
+            e.recurrent = seq.state.recurrent
             if e.samples:
                 seq.pending += 1
                 seq.inflight_drafts += e.draft.size
@@ -395,6 +395,6 @@ def _output(seq: Seq, new: Accepted, error: str = "") -> Output:
         error=error,
         drafted=seq.drafted,
         accepted=seq.accepted,
-        embedding=seq.kept.embedding,
+        embedding=seq.state.embedding,
         loops=seq.loops,
     )

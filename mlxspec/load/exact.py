@@ -141,7 +141,7 @@ def record(runner: Runner, table: list[int]) -> Recorded:
     try:
         span = unused_span(runner, table, 0)
         span.tokens = some_tokens(RECORDED)
-        span.kept.prompt_len = TAIL
+        span.state.prompt_len = TAIL
         if runner.states.rollback_supported:
             span.draft = Draft(span.tokens[1:])
         else:
@@ -201,7 +201,7 @@ def _seconds(runner: Runner, table: list[int], rows: int) -> float:
         return time_step(runner, table, rows, rows)
     chunk = runner.invariance.chunk if runner.invariance else 0
     last = unused_span(runner, table, rows)
-    last.kept.prompt_len = len(last.tokens)
+    last.state.prompt_len = len(last.tokens)
     parts = [chunk, rows - chunk] if chunk else [rows]
     start = 0
     began = perf_counter()

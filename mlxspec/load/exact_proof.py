@@ -59,7 +59,7 @@ class ProofSequence:
 
     tokens: list[int]
     table: list[int]
-    kept: SeqState
+    state: SeqState
     whole: int
     computed: int = 0
 
@@ -72,7 +72,7 @@ class ProofSequence:
     ) -> Span:
         """Its rows from `start` on, with the drafts after them."""
         return Span(
-            self.kept,
+            self.state,
             [self.table],
             self.tokens,
             start=start,
@@ -90,8 +90,8 @@ class ProofSequence:
 
     def again(self) -> "ProofSequence":
         """The same sequence, whose steps do not move this one on; both write the same blocks."""
-        kept = SeqState(prompt_len=self.kept.prompt_len, recurrent=self.kept.recurrent)
-        return replace(self, kept=kept)
+        state = SeqState(prompt_len=self.state.prompt_len, recurrent=self.state.recurrent)
+        return replace(self, state=state)
 
 
 class Proof:
@@ -173,7 +173,7 @@ class Proof:
         done = self.runner.forward(list(spans), None)
         mine = next(iter(spans))
         some = mine.draft.size // 2
-        accepted = [some if kept is mine.kept else 0 for kept in done.first_row]
+        accepted = [some if state is mine.state else 0 for state in done.first_row]
         self.runner.states.keep_accepted(mx.array(accepted), done.first_row)
         for span, seq in spans.items():
             seq.computed = span.end
@@ -196,7 +196,7 @@ class Proof:
 
     def _tail(self) -> tuple[int, Step]:
         seq = self._seq(self.whole)
-        seq.kept.prompt_len = self.whole + self.chunk + 1
+        seq.state.prompt_len = self.whole + self.chunk + 1
         return self.chunk + 1 - TAIL, {seq.span(self.whole, self.chunk + 1, samples=True): seq}
 
     def beginning(self) -> str:
@@ -204,7 +204,7 @@ class Proof:
         Overwrites what is held."""
 
         def begun(*seqs: ProofSequence) -> Array:
-            new = [replace(seq, kept=SeqState(prompt_len=1)) for seq in seqs]
+            new = [replace(seq, state=SeqState(prompt_len=1)) for seq in seqs]
             logits = []
             for at, rows in ((0, 1), (1, MOST), (1 + MOST, 2)):
                 logits += self._logits({seq.span(at, rows, samples=True): seq for seq in new})
@@ -291,7 +291,7 @@ class Proof:
             first = self.held[0]
             seq.tokens[:shared] = first.tokens[:shared]
             seq.table = first.table[: shared // size] + table
-            seq.computed, seq.kept.recurrent = shared, self.states[shared]
+            seq.computed, seq.state.recurrent = shared, self.states[shared]
         return seq
 
     def _begin(self) -> None:
@@ -301,7 +301,7 @@ class Proof:
         self.held.append(first)
         for upto in (self.whole - self.chunk, self.whole):
             self._read(first, upto, 1)
-            self.states[upto] = first.kept.recurrent
+            self.states[upto] = first.state.recurrent
         self._read(first, self.end, 1)
         for at in range(self.end, self.end + max(MOST, self.chunk + 2 - TAIL)):
             self.alone += self._logits({first.drafted(at, 1): first})
@@ -327,6 +327,6 @@ class Proof:
         logits = []
         for span, seq in step.items():
             seq.computed = span.end
-            first = done.first_row.get(span.kept, 0)
+            first = done.first_row.get(span.state, 0)
             logits.append(done.logits[first : first + span.sampled])
         return logits

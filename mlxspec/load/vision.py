@@ -131,8 +131,8 @@ def _logits(
     ids, span = reader.span(image, len(before))
     tokens = [*before, *ids, *behind]
     table = list(range(1, 2 + len(tokens) // BLOCK))
-    kept = SeqState(prompt_len=len(tokens), images=(span,))
-    rows = Span(kept, [table], tokens, start=0, count=len(tokens), samples=True)
+    state = SeqState(prompt_len=len(tokens), images=(span,))
+    rows = Span(state, [table], tokens, start=0, count=len(tokens), samples=True)
     start = 0
     for stop in (*cuts, len(tokens)):
         part = replace(

@@ -58,7 +58,7 @@ class Forward(Generic[SpanT]):
 
     def __post_init__(self) -> None:
         rows = enumerate(self.rows)
-        self.first_row = {row.span.kept: r for r, row in rows if row.ordinal == 1}
+        self.first_row = {row.span.state: r for r, row in rows if row.ordinal == 1}
 
     def read(self) -> list[Result]:
         """Wait for the step. Returns the accepted drafts of each span and the token sampled after
@@ -76,7 +76,7 @@ class Forward(Generic[SpanT]):
         for e in self.plan:
             first = stop = 0
             if e.samples:
-                first = self.first_row[e.kept]
+                first = self.first_row[e.state]
                 stop = first + next(accepted) + 1
             requested = [logprob for logprob in logprobs[first:stop] if logprob]
             results.append(([NOT_FINITE] if e in broken else tokens[first:stop], requested))
@@ -88,12 +88,12 @@ class Forward(Generic[SpanT]):
         broken = set[Span]()
         for e, hidden in self.pooled.items():
             rows = np.array(hidden)
-            if e.kept.pooling == "last":
+            if e.state.pooling == "last":
                 rows = rows[-1:]
             elif e.start:  # 0: it begins, again after a preemption
-                rows[0] += e.kept.embedding
-            e.kept.embedding = rows.sum(axis=0)
-            if not np.isfinite(e.kept.embedding).all():
+                rows[0] += e.state.embedding
+            e.state.embedding = rows.sum(axis=0)
+            if not np.isfinite(e.state.embedding).all():
                 broken.add(e)
         return broken
 
@@ -121,7 +121,7 @@ def build_inputs(
     targets: list[int] = []  # and where it goes
     for n, e in enumerate(spans):
         known = e.tokens[e.start : e.start + e.count]
-        if e.kept.images and not sees:
+        if e.state.images and not sees:
             known = [max(0, token) for token in known]
         host += known
         if e.pending:
@@ -138,7 +138,7 @@ def build_inputs(
     ids = mx.array(host, mx.int32)
     if pending and previous and previous.sampled:
         sampled = previous.sampled.tokens
-        sources = [previous.first_row[spans[n].kept] for n in pending]
+        sources = [previous.first_row[spans[n].state] for n in pending]
         if len(pending) == len(host) and sources == list(range(sampled.size)):
             return sampled  # the common case: the same sequences decode, without drafts
         rows = mx.array(sources)

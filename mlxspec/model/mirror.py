@@ -78,20 +78,20 @@ class MirroredRunner(Runner):
         unchanged; the state it starts from, None: fresh, CONTINUES or a snapshot's number; Span's
         fields from `start` to `inflight_drafts`; its draft, or the length of one on the device;
         masks."""
-        kept, new = e.kept, None
-        if kept not in self._mirrored:
-            new = kept.index, kept.prompt_len, kept.pooling, asdict(kept.sampling)
-            self._mirrored[kept] = self._number(kept), 0, []
-        number, length, before = self._mirrored[kept]
+        state, new = e.state, None
+        if state not in self._mirrored:
+            new = state.index, state.prompt_len, state.pooling, asdict(state.sampling)
+            self._mirrored[state] = self._number(state), 0, []
+        number, length, before = self._mirrored[state]
         tables = [[*table] for table in e.tables]
-        self._mirrored[kept] = number, len(e.tokens), tables
+        self._mirrored[state] = number, len(e.tokens), tables
         draft = e.draft.tokens
         return (
             number,
             new,
             e.tokens[length:],
             tables if tables != before else [],
-            None if kept.recurrent is None else getattr(kept.recurrent, "number", CONTINUES),
+            None if state.recurrent is None else getattr(state.recurrent, "number", CONTINUES),
             (e.start, e.count, e.samples, e.pending, e.inflight_drafts),
             len(draft) if isinstance(draft, LazyTokens) else [*draft],
             _in_hex(e.masks),
@@ -239,11 +239,11 @@ class Follower:
         if step.sampled:
             self.group.samples.append(step.sampled.tokens)
         for e in plan:
-            e.recurrent = e.kept.recurrent
+            e.recurrent = e.state.recurrent
         self._steps.append(step)
 
     def _span(self, message: Sequence[Any]) -> Span:
-        number, new, tokens, tables, state, rows, draft, masks = message
+        number, new, tokens, tables, begins, rows, draft, masks = message
         if new:
             index, length, pooling, sampling = new
             self._held[number] = (
@@ -251,17 +251,17 @@ class Follower:
                 [],
                 [],
             )
-        kept, all_tokens, all_tables = self._held[number]
+        state, all_tokens, all_tables = self._held[number]
         all_tokens += tokens
         if tables:
             all_tables[:] = tables
-        if state != CONTINUES:
-            kept.recurrent = state and self._held[state]
-            kept.batch = None
+        if begins != CONTINUES:
+            state.recurrent = begins and self._held[begins]
+            state.batch = None
         if isinstance(draft, int):
             drafted = self.group.share(mx.zeros(draft, mx.int32))
             draft = LazyTokens(drafted, [*range(draft)])
-        e = Span(kept, all_tables, all_tokens, *rows)
+        e = Span(state, all_tables, all_tokens, *rows)
         e.draft = Draft(draft)
         e.masks = list(map(bytes.fromhex, masks))
         return e

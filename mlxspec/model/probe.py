@@ -91,7 +91,7 @@ def probe_logits(runner: Runner) -> list[dict[int, Array]]:
         for e, i in plan.items():
             end = e.start + e.count
             for n in range(accepted[i] + 1 if samples else 0):
-                row = result.first_row[e.kept] + n
+                row = result.first_row[e.state] + n
                 logits[i][end - len(PROMPTS[i]) + n] = result.logits[row]
             computed[i] = end + accepted[i]
 

@@ -197,18 +197,18 @@ class RecurrentStates:
         self._recorded = []
         if not self.layers:
             return
-        now = [e.kept for e in spans]
-        for kept in self._last:
-            if kept not in now and kept.recurrent is not None:
-                _detach(kept)
+        now = [e.state for e in spans]
+        for state in self._last:
+            if state not in now and state.recurrent is not None:
+                _detach(state)
         self._last = now
 
     def load(self, spans: Spans) -> None:
         """Hand the layers the spans' states; starts recording if one of them has a draft."""
         if not self.layers:
             return
-        parts = [e.kept.recurrent for e in spans]
-        arrays, batched = spans[0].kept.batch or ((), ())
+        parts = [e.state.recurrent for e in spans]
+        arrays, batched = spans[0].state.batch or ((), ())
         if list(map(id, parts)) != list(map(id, batched)):
             states = [] if parts[0] is None else parts
             arrays = [mx.concatenate(list(same)) for same in zip(*states, strict=True)]
@@ -238,7 +238,7 @@ class RecurrentStates:
         if recorder or spans[0].rows <= MAX_SLICED_ROWS:
             return arrays
         for e in spans:  # a slice would pin all that the pass read
-            _detach(e.kept)
+            _detach(e.state)
         return ()
 
     def release(self) -> None:
@@ -270,16 +270,16 @@ class RecurrentStates:
             if span in recorder.spans:
                 arrays = recorder.states_after(mx.full(len(recorder.spans), rows, mx.int32))
                 state = copied(_part(arrays, recorder.spans.index(span)))
-                if span.kept.recurrent is span.recurrent:  # no later step has continued from it
-                    span.kept.recurrent = state
+                if span.state.recurrent is span.recurrent:  # no later step has continued from it
+                    span.state.recurrent = state
                 span.recurrent = state
 
 
 def by_span(accepted: Array, samplers: Collection[SeqState], spans: Spans) -> Array:
     """int32 [spans]: the value for each span in `accepted` int32 [R], which has one for each of
     `samplers`; 0 for a span whose sequence is not among them."""
-    places = {kept: n for n, kept in enumerate(samplers)}
-    indices = [places.get(e.kept, -1) for e in spans]
+    places = {state: n for n, state in enumerate(samplers)}
+    indices = [places.get(e.state, -1) for e in spans]
     return mx.pad(accepted, (0, 1))[mx.array(indices)]
 
 
@@ -295,14 +295,14 @@ def _assign(spans: Spans, arrays: Sequence[Array]) -> None:
     if len(spans) > 1:
         parts = [_part(arrays, i) for i in range(len(spans))]
     for e, part in zip(spans, parts, strict=True):
-        e.kept.recurrent = part
-        e.kept.batch = arrays, parts
+        e.state.recurrent = part
+        e.state.batch = arrays, parts
 
 
-def _detach(kept: SeqState) -> None:
+def _detach(state: SeqState) -> None:
     """Copy a sequence's state, so that it pins no batch."""
-    kept.recurrent = copied(kept.recurrent)
-    kept.batch = None
+    state.recurrent = copied(state.recurrent)
+    state.batch = None
 
 
 def copied(state: StateArrays) -> StateArrays:

@@ -247,7 +247,7 @@ class Runner:
             row_shift = shift[mx.array(owners)]
         ids = build_inputs(plan, previous, shift, sees=True)
         requested = self.view.taps
-        pooling = [e for e in plan if e.kept.pooling]
+        pooling = [e for e in plan if e.state.pooling]
         if pooling:
             self.view.taps = {*requested, FINAL_NORM}
         nans: list[NaNs] = []
@@ -281,7 +281,7 @@ class Runner:
         """Start the step on the device, without waiting for it."""
         states: list[Array] = []
         if self.layout == "solo":
-            states = arrays_in([cache.state for e in step.plan for cache in e.kept.recurrent])
+            states = arrays_in([cache.state for e in step.plan for cache in e.state.recurrent])
         results: list[Any] = [states, step.taps, step.pooled, [mask for mask, _ in step.nans]]
         if sampled:
             results += sampled.logprobs, sampled.accepted
@@ -290,7 +290,7 @@ class Runner:
             # Without samples, the last layer's K and V, or state, depend on all before.
             # MLX holds an array passed here until the whole step is done, and would copy a pool
             # that the next step writes before that: so new memory is passed, not a pool.
-            arrays = states or pools_of(self.pages()) or step.plan[-1].kept.recurrent
+            arrays = states or pools_of(self.pages()) or step.plan[-1].state.recurrent
             step.marker = [array.flatten()[:1] + 0 for array in arrays[-2:]]
         step.sampled = sampled
         step.logits = None
@@ -313,13 +313,13 @@ class Runner:
         rows, context = bucket(e, self.view.block_size)
         if e.count == 1:
             rows, context = 0, context if self._split else 0
-        fresh = bool(self.states.layers) and e.kept.recurrent is None
+        fresh = bool(self.states.layers) and e.state.recurrent is None
         return False, fresh, rows, context
 
     def _is_whole(self, e: Span) -> bool:
         """Whether a span is a whole chunk of a prompt, which is a forward of its own."""
         chunk = self.invariance.chunk if self.invariance else 0
-        return 0 < chunk == e.count and e.end <= e.kept.whole_rows(chunk)
+        return 0 < chunk == e.count and e.end <= e.state.whole_rows(chunk)
 
     def _sort_key(self, e: Span) -> tuple[Any, ...]:
         """Makes spans of one forward neighbours, and in it those of one attention group."""
@@ -360,8 +360,8 @@ class Runner:
         if padded:
             ids = ids[padded_rows(batch, length)]
         if self.layout == "solo":
-            kept = batch[0].kept
-            caches = kept.recurrent = kept.recurrent or make_prompt_cache(self.model)
+            state = batch[0].state
+            caches = state.recurrent = state.recurrent or make_prompt_cache(self.model)
         else:
             self.grow()
             fill_view(view, batch, shift, length=length)

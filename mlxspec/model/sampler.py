@@ -62,7 +62,7 @@ def sampled_row_specs(spans: Spans) -> list[SampledRow]:
             position = e.start + e.count + i
             row = SampledRow(
                 e,
-                e.kept.sampling,
+                e.state.sampling,
                 position,
                 ordinal=i + 1,
                 first_input=end - sampled,
@@ -106,7 +106,7 @@ def sample(
         x = _penalize(x, rows, inputs)
     draws = Draws(
         _temperatures(rows),
-        [seed32(row.sampling.seed, row.span.kept.index) for row in rows],
+        [seed32(row.sampling.seed, row.span.state.index) for row in rows],
         [row.position for row in rows],
         masks=[row.mask for row in rows],
         shift=shift,
@@ -181,7 +181,7 @@ def _token_counts(rows: Rows, inputs: Array, vocab: int) -> Array:
     unread = []  # generated input tokens of this step, each with a row that comes after it
     for r, row in enumerate(rows):
         first = row.position - row.ordinal  # of the span's input tokens that may be unread
-        in_prompt = max(0, row.span.kept.prompt_len - first)
+        in_prompt = max(0, row.span.state.prompt_len - first)
         counts_read.append(_host_counts(row.span, first + in_prompt, vocab))
         for i in range(in_prompt, row.ordinal):
             unread.append((row.first_input + i, r))
@@ -195,17 +195,17 @@ def _token_counts(rows: Rows, inputs: Array, vocab: int) -> Array:
 def _host_counts(span: Span, upto: int, vocab: int) -> Array:
     """float32 [2, vocab]: how often each token occurs in the prompt, and was generated before
     position `upto`. Kept with the sequence: a step counts only what is new."""
-    kept = span.kept
-    counted, counts = kept.counts or (0, mx.zeros((2, vocab)))
+    state = span.state
+    counted, counts = state.counts or (0, mx.zeros((2, vocab)))
     if upto > counted:
-        generated = mx.arange(counted, upto) >= kept.prompt_len
+        generated = mx.arange(counted, upto) >= state.prompt_len
         new = mx.array(span.tokens[counted:upto])
         ones: Array | float = 1.0
-        if kept.images:  # their rows are no tokens
+        if state.images:  # their rows are no tokens
             ones = (new >= 0).astype(mx.float32)
             new = mx.maximum(new, 0)
         counts = counts.at[generated.astype(mx.int32), new].add(ones)
-        kept.counts = upto, counts
+        state.counts = upto, counts
     totals: Array = counts
     return totals
 

@@ -112,7 +112,7 @@ def time_step(runner: Runner, table: list[int], context: int, rows: int) -> floa
     assert sampled is not None
     mx.eval(sampled.tokens, sampled.accepted)
     if runner.states.layers:
-        mx.eval(span.kept.recurrent)
+        mx.eval(span.state.recurrent)
     return time.perf_counter() - began
 
 

@@ -47,7 +47,7 @@ class DraftCosts:
 def sampling_of(e: Entry) -> Sampling:
     """How an entry's draft is sampled: without penalties, which need counts of tokens that the host
     has not read. The target applies them."""
-    sampling = e.kept.sampling
+    sampling = e.state.sampling
     likeliest = e.proposal.sampling == LIKELIEST
     if not (likeliest or sampling.penalized or sampling.logprobs is not None):
         return sampling
@@ -125,7 +125,7 @@ class Chain:
 def _next(e: Span) -> Span:
     """The row after this one's. Not by `replace`, which takes twice as long."""
     return Span(
-        e.kept,
+        e.state,
         e.tables,
         e.tokens,
         start=e.end,

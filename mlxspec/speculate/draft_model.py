@@ -77,13 +77,13 @@ class DraftPass(Pass):
 
     def draft(self, rows: HeadInput, chain: Chain) -> None:
         first = starts_of(rows.spans)
-        unread = {run.kept: run for run in rows.spans}
+        unread = {run.state: run for run in rows.spans}
         spans = []
         places: list[int] = []  # among the unread tokens, and after them the newest ones
         shifted: list[tuple[int, int]] = []  # places that shift, each with its span's number
         for n, e in enumerate(chain.spans):
             count = 0  # rows before the newest token's
-            if run := unread.get(e.kept):
+            if run := unread.get(e.state):
                 count, start = run.rows, first[run]
                 if e.inflight_drafts and chain.shift is not None:
                     count = 1  # it drafted them: of those accepted, only the last may be unread

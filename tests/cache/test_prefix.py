@@ -162,7 +162,7 @@ def test_a_state_without_a_block_to_copy_to_is_not_used() -> None:
     hit = g.match(late.tokens)
     assert (
         g.allocate_prefix(late, hit) == []
-        and late.kept.recurrent is None
+        and late.state.recurrent is None
         and late.computed == 0
         and not late.table
     )

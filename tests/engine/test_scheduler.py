@@ -133,9 +133,9 @@ class Mock:
         end = e.start + e.count
         sampled = [nth(tokens[: end + i], e.seq.index) for i in range(e.sampled)]
         if self.states:  # as the engine: that after the accepted drafts
-            assert (e.kept.recurrent or ()) == tuple(tokens[: e.start])
+            assert (e.state.recurrent or ()) == tuple(tokens[: e.start])
             kept = len(accept(e.draft.tokens, sampled)) - 1 if sampled else 0
-            e.kept.recurrent = tuple(tokens[: end + kept])
+            e.state.recurrent = tuple(tokens[: end + kept])
         return sampled
 
     def commit(self, plan: list[Entry], sampled: list[list[int]]) -> None:
@@ -147,8 +147,8 @@ class Mock:
         for e, new in zip(plan, news, strict=True):
             if e.draft.tokens and e.recurrent:  # as the engine, where a stop cuts drafts
                 state = e.recurrent[: e.start + e.count + new.drafts]
-                if e.kept.recurrent is e.recurrent:
-                    e.kept.recurrent = state
+                if e.state.recurrent is e.recurrent:
+                    e.state.recurrent = state
                 e.recurrent = state
         self.out += self.s.commit(plan, news)
 

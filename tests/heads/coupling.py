@@ -50,7 +50,7 @@ def held_out(count: int) -> list[Tokens]:
 
 def sharpened(way: str) -> Callable[[Entry], Sampling]:
     def sampling_of(e: Entry) -> Sampling:
-        sampling = e.kept.sampling
+        sampling = e.state.sampling
         if way == "likeliest":
             return replace(sampling, temperature=0.0)
         by = 1.0 if way == "drawn" else float(way)

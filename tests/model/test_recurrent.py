@@ -77,7 +77,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
         cache = make_prompt_cache(m)
         m(mx.array([seq.tokens[: seq.computed]]), cache=cache)
         want = [a for c in cache if hasattr(c, "cache") for a in c.cache]
-        for a, b in zip(seq.kept.recurrent, want, strict=True):
+        for a, b in zip(seq.state.recurrent, want, strict=True):
             assert a.shape == b.shape
             assert mx.abs(a - b).max() < 1e-3 * mx.abs(b).max()
         seen.append(seq.computed)
@@ -92,7 +92,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
     while e.busy:
         e.step()
         for seq in e.scheduler.running:
-            if not seq.inflight_drafts and seq.kept.recurrent is not None:
+            if not seq.inflight_drafts and seq.state.recurrent is not None:
                 check(seq)
     assert ended == ["stop", "stop"] and len(seen) > 5
     assert 0 < e.proposer.kept < e.proposer.drafted
@@ -135,7 +135,7 @@ def test_a_failed_forward_leaves_nothing_behind() -> None:
     with pytest.raises(TypeError):
         runner.forward([rows], None)
     runner.model = model
-    assert recurrent._recorder.get() is None and rows.kept.recurrent is None
+    assert recurrent._recorder.get() is None and rows.state.recurrent is None
     assert all(a is None for layer in runner.states.layers for a in layer.cache)
 
 
@@ -169,7 +169,7 @@ def held(runner: Runner, work: list[list[Span]]) -> int:
         if any(kept):
             runner.states.keep_accepted(mx.array(kept), list(done.first_row))
         for e in plan:
-            mx.eval(e.kept.recurrent)
+            mx.eval(e.state.recurrent)
     runner.view.groups = []  # its masks live until the next step
     return mx.get_active_memory()
 
@@ -181,10 +181,10 @@ def test_a_state_holds_neither_its_chunk_nor_its_batch_nor_a_tape() -> None:
 
     def rows(i: int, start: int, count: int, samples: bool = False, **more: Any) -> Span:
         table = range(1 + 10 * i, 11 + 10 * i)
-        return span(table, [1] * 300, start, count, samples, kept=seqs[i], **more)
+        return span(table, [1] * 300, start, count, samples, state=seqs[i], **more)
 
     def firsts(start: int, count: int) -> Span:
-        return span([35, 36], [1] * 40, start, count, False, kept=first)
+        return span([35, 36], [1] * 40, start, count, False, state=first)
 
     base = held(runner, [[firsts(0, 20)]])  # pools are made, everything is compiled
     own = sum(a.nbytes for a in first.recurrent)

@@ -94,7 +94,7 @@ def test_chi_square(name: str) -> None:
     for start in range(0, n, 1000):
         batch = [drawn_by(_seeded(s, start + i), PROMPT, OUTPUT) for i in range(1000)]
         for e in batch:
-            e.kept.counts = counted.kept.counts  # the same history: it is counted once
+            e.state.counts = counted.state.counts  # the same history: it is counted once
         counts += np.bincount(draw(batch)[0], minlength=VOCAB)
     assert counts[p == 0].sum() == 0, "a token that was filtered out came"
     expect = p[p > 0] * n

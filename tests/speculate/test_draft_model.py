@@ -80,7 +80,7 @@ class Twins:
                 if e.inflight_drafts:
                     self.blind += e.count == 2
                     continue
-                self.reads.update((e.kept, at) for at in range(e.start, e.end))
+                self.reads.update((e.state, at) for at in range(e.start, e.end))
             return forward(plan, ids, offsets)
 
         self.runner.forward_rows = counted  # type: ignore[method-assign]

@@ -84,15 +84,15 @@ class KnownAnswers:
     def of(self, e: Span) -> Seq:
         """The sequence that a row is of."""
         assert self.engine
-        return next(seq for seq in self.engine.scheduler.running if seq.kept is e.kept)
+        return next(seq for seq in self.engine.scheduler.running if seq.state is e.state)
 
     def forward_rows(self, plan: list[Span], ids: mx.array, shift: mx.array | None) -> mx.array:
         assert ids.size == sum(e.rows for e in plan)
         next_ = []
         for n, e in enumerate(plan):
             if e.samples:
-                told = partly_wrong(self.answers(self.of(e).request, e.kept.index))
-                at = mx.array(e.end - e.kept.prompt_len)
+                told = partly_wrong(self.answers(self.of(e).request, e.state.index))
+                at = mx.array(e.end - e.state.prompt_len)
                 next_.append(told[at if shift is None else at + shift[n]])
         if not next_:
             return mx.zeros((0, tiny.VOCAB))

@@ -10,7 +10,7 @@ def entry(seq: Seq, start: int, count: int, samples: bool, **more: Any) -> Entry
     """A sequence's share of a step, as the scheduler makes it."""
     return Entry(
         seq=seq,
-        kept=seq.kept,
+        state=seq.state,
         tables=seq.tables,
         tokens=seq.tokens,
         start=start,
@@ -26,9 +26,9 @@ def span(
     start: int,
     count: int,
     samples: bool = True,
-    kept: SeqState | None = None,
+    state: SeqState | None = None,
     **more: Any,
 ) -> Span:
     """Rows of a model without windows."""
     tables = [list(table)]
-    return Span(kept or SeqState(), tables, list(tokens), start, count, samples, **more)
+    return Span(state or SeqState(), tables, list(tokens), start, count, samples, **more)

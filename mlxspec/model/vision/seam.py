@@ -192,7 +192,7 @@ class Eyes:
         their own; and positions for rope where these are not the rows' numbers. `shift` int32
         [spans]: by how much each is later, as drafts in flight were accepted."""
         view = self.view
-        if not any(span.kept.images for span in spans):
+        if not any(span.state.images for span in spans):
             return
         index: list[int] = []
         features: list[Array] = []
@@ -201,7 +201,7 @@ class Eyes:
         first = 0
         for span, count in zip(spans, counts, strict=True):
             stop = span.start + span.count
-            for image in span.kept.images:
+            for image in span.state.images:
                 if image.start < stop and span.start < image.stop:
                     rows, part = _part_of(span, image)
                     index += [first + row for row in rows]
@@ -220,7 +220,7 @@ class Eyes:
             if shift is not None:
                 positions = positions + shift[mx.array(np.repeat(np.arange(len(spans)), counts))]
         elif self.turns:
-            shifts = [shift_of(span.kept.images, span.start) for span in spans]
+            shifts = [shift_of(span.state.images, span.start) for span in spans]
             view.positions = view.positions + mx.array(np.repeat(shifts, counts), mx.int32)
         if index:
             view.images = ImageRows(
@@ -244,7 +244,7 @@ def positions_of(span: Span, length: int) -> np.ndarray:
     """int32 [3, length]: the positions of a span's rows by time, height and width. Those of an
     image begin together where it begins, and count its rows and columns; after it they go
     on from the larger of both (Qwen2-VL, https://arxiv.org/abs/2409.12191)."""
-    images = span.kept.images
+    images = span.state.images
     at = np.arange(span.start, span.start + length)
     axes = np.stack([at, at, at]) + shift_of(images, span.start)
     for image in images:

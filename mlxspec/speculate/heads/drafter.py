@@ -157,7 +157,7 @@ class HeadDrafter(Drafter):
             must_write = ends or e.start < e.seq.prompt_len or fills
             if lag > 0 and (must_write or e.count > 1 or lag >= MAX_LAG):
                 run = Span(
-                    e.kept,
+                    e.state,
                     [live.table],
                     e.tokens,
                     start=live.read,
@@ -194,7 +194,7 @@ class HeadDrafter(Drafter):
         """The hidden state before a sequence's first row, which is part of a recurrent state."""
         if not (self.head.slot_offset and e.start and self.runner.states.layers):
             return []
-        return [self.head.prepare(e.kept.recurrent[-1].reshape(1, -1))]
+        return [self.head.prepare(e.state.recurrent[-1].reshape(1, -1))]
 
     def _unread(self, drafting: Plan, previous: Step | None) -> HeadInput:
         """The rows of these sequences that the head has not been run over, up to their newest
@@ -210,7 +210,7 @@ class HeadDrafter(Drafter):
             live = self._live[e.seq]
             end = e.start + e.count - 1 + offset
             run = Span(
-                e.kept,
+                e.state,
                 e.tables,
                 e.tokens,
                 start=live.read,
@@ -226,7 +226,7 @@ class HeadDrafter(Drafter):
                 live.read = end
                 live.hidden = []
             if e.inflight_drafts and previous and previous.sampled:
-                first = previous.first_row[e.kept] + offset
+                first = previous.first_row[e.state] + offset
                 places = [*range(first, first + e.inflight_drafts)]
                 run.draft = Draft(LazyTokens(previous.sampled.tokens, places))
             if states:
@@ -268,7 +268,7 @@ class HeadDrafter(Drafter):
         chain = Chain(
             [newest],
             depths=[depth],
-            samplings=[newest.kept.sampling],
+            samplings=[newest.state.sampling],
             shift=None,
             tokens=build_inputs([newest], None, None),
         )

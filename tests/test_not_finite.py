@@ -64,7 +64,7 @@ def failed(e: Engine, outputs: Sequence[Output], names: Sequence[str], bad: int)
             assert not set(pool.chain(prompt)) & pool.by_key.keys(), "cached"
         assert not any(bad in tokens for each in pool.partials.values() for tokens in each.values())
     states = e.scheduler.kv.states
-    assert not states or not any(bad in tail for _, tail in states.kept)
+    assert not states or not any(bad in tail for _, tail in states.snapshots)
 
 
 def beside(e: Engine, kind: str, all_of: dict[str, Request], bad: int, **sampling: Any) -> None:
@@ -303,7 +303,7 @@ def test_nothing_of_it_stays_in_the_prefix_cache(kind: str, layout: Any, tmp_pat
             own = set(pool.chain(r.prompt)) - set(pool.chain(clean.prompt))
             assert not own & pool.by_key.keys() and not any(key in disk for key in own)
             states = e.scheduler.kv.states
-            assert not states or not {key for key, _ in states.kept} & own
+            assert not states or not {key for key, _ in states.snapshots} & own
             assert before <= pool.by_key.keys()
         e.add(replace(clean, id="again"))
         outputs = disk_cache.finish(e, disk)

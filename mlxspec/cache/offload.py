@@ -140,7 +140,7 @@ class KVOffloader:
         if number != STATE:
             return self.cache.pools[number].by_key.get(key)
         states = self.cache.states
-        return None if states is None else states.kept.get((key, ()))
+        return None if states is None else states.snapshots.get((key, ()))
 
     # ---- restoring
 

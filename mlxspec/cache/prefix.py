@@ -68,20 +68,20 @@ class StateCache:
     stride: int
     copy: Callable[[Any], Any] = lambda state: state
     # The least recently used first.
-    kept: OrderedDict[StateKey, Any] = field(default_factory=OrderedDict)
+    snapshots: OrderedDict[StateKey, Any] = field(default_factory=OrderedDict)
 
     def use(self, key: StateKey) -> Any:
         """The state of `key`, which must exist; it is now the most recently used."""
-        self.kept.move_to_end(key)
-        return self.kept[key]
+        self.snapshots.move_to_end(key)
+        return self.snapshots[key]
 
     def put(self, key: StateKey, state: Any) -> None:
         """Keep a state and evict one if full; the first state of a key stays."""
-        if key not in self.kept:
-            self.kept[key] = self.copy(state)
+        if key not in self.snapshots:
+            self.snapshots[key] = self.copy(state)
         self.use(key)
-        if len(self.kept) > self.capacity:
-            self.kept.popitem(last=False)
+        if len(self.snapshots) > self.capacity:
+            self.snapshots.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class KVCacheManager:
         cached = self.pool.match(prompt, chunked)[:most]
         full_length = len(cached) * size
         tails: dict[bytes, list[Tokens]] = {}  # of the states, by the block before them
-        for key, tail in self.states.kept if self.states else ():
+        for key, tail in self.states.snapshots if self.states else ():
             tails.setdefault(key, []).append(tail)
         for n in range(len(cached), -1, -1):
             hashes = cached[:n]
@@ -225,10 +225,10 @@ class KVCacheManager:
             cached = {pool.by_key[key] for key in gone if key in pool.by_key}
             pool.evict(cached.union(table[first:]) & pool.parents.keys())
         tokens = tuple(seq.tokens[first * self.block_size :])
-        kept = self.states.kept if self.states else {}
-        for key, tail in list(kept):
+        snapshots = self.states.snapshots if self.states else {}
+        for key, tail in list(snapshots):
             if key in gone or (key == before and tail and tail == tokens[: len(tail)]):
-                kept.pop((key, tail))
+                snapshots.pop((key, tail))
         del seq.block_hashes[first:]
         return gone
 
@@ -242,7 +242,7 @@ class KVCacheManager:
     def evict_cached(self) -> None:
         """Evict everything that no sequence uses."""
         if self.states is not None:
-            self.states.kept.clear()
+            self.states.snapshots.clear()
         for pool in self.pools:
             pool.evict_idle()
 

@@ -272,7 +272,7 @@ class Engine:
         if level > self._pressure:
             meter.trim()
             if level == CRITICAL and kv.states:  # pools keep their memory, snapshots do not
-                kv.states.kept.clear()
+                kv.states.snapshots.clear()
         for pool in kv.pools:
             pool.save_memory = level > NORMAL  # then cached blocks are evicted as others are needed
         self._pressure = level
@@ -317,7 +317,7 @@ class Engine:
             parked_seconds=drafts.parked,
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
-            states=len(scheduler.kv.states.kept) if scheduler.kv.states else 0,
+            states=len(scheduler.kv.states.snapshots) if scheduler.kv.states else 0,
             running_requests=tuple(
                 (seq.request.id, seq.reported_cached, min(seq.computed, seq.prompt_len))
                 for seq in running

@@ -182,7 +182,7 @@ def test_steps_end_where_a_state_is_kept() -> None:
     g.cache_blocks(seq, 90)
     for at in ends:
         g.cache_state(seq, at, at)
-    assert list(g.states.kept.values()) == [32, 64, 88, 90]
+    assert list(g.states.snapshots.values()) == [32, 64, 88, 90]
     short = sequence(g, list(range(100, 100 + MIN_PROMPT * SIZE)))
     g.allocate_prefix(short, g.match(short.tokens))
     assert g.limit_rows(short, MIN_PROMPT * SIZE) == MIN_PROMPT * SIZE

@@ -12,7 +12,7 @@ def test_the_least_recently_used_state_is_evicted() -> None:
     s.put((b"b", ()), 2)
     s.use((b"a", ()))
     s.put((b"c", ()), 3)
-    assert [parent for parent, _ in s.kept] == [b"a", b"c"]
+    assert [parent for parent, _ in s.snapshots] == [b"a", b"c"]
 
 
 def test_the_first_state_of_a_name_stays() -> None:
@@ -21,7 +21,7 @@ def test_the_first_state_of_a_name_stays() -> None:
     s = StateCache(2, 4)
     s.put((b"a", ()), 1)
     s.put((b"a", ()), 2)
-    assert s.use((b"a", ())) == 1 and len(s.kept) == 1
+    assert s.use((b"a", ())) == 1 and len(s.snapshots) == 1
 
 
 @given(
@@ -41,5 +41,5 @@ def test_the_bound_holds(capacity: int, verbs: list[tuple[bool, str, list[int]]]
         elif name in mirror:
             assert s.use(name) == name
             mirror[name] = mirror.pop(name)
-        assert len(s.kept) <= capacity
-        assert list(s.kept) == list(mirror)
+        assert len(s.snapshots) <= capacity
+        assert list(s.snapshots) == list(mirror)

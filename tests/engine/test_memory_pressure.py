@@ -131,7 +131,7 @@ def test_snapshots_are_evicted_when_memory_is_very_short_and_blocks_stay(
     cached = len(kv.pool.idle)
     e.monitor.level = CRITICAL
     e.housekeep()
-    assert len(kv.pool.idle) == cached > 0 and not (kv.states and kv.states.kept)
+    assert len(kv.pool.idle) == cached > 0 and not (kv.states and kv.states.snapshots)
     again, third = ask()
     assert (again > 30) == (kv.states is None)
     assert first == second == third == tiny.Plain(tiny.model(kind))(prompt, 8)

@@ -173,7 +173,7 @@ class Seq:
         return self.request.priority if self.passed < MAX_OVERTAKES else -MAX_PRIORITY - 1
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def turn(self) -> tuple[int, int]:
         """The lowest starts first and is preempted last."""
         return self.priority, self.order
 

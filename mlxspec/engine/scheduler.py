@@ -1,8 +1,8 @@
 """Which sequence computes which tokens in a step: admission, budget, blocks, preemption, commit.
 
 Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to the
-tokens that exist plus its draft. When blocks run out, drafts are cut first, then the sequence of
-the highest rank is preempted. No MLX here.
+tokens that exist plus its draft. When blocks run out, drafts are cut first, then the sequence
+whose turn is last is preempted. No MLX here.
 """
 
 from bisect import insort
@@ -30,7 +30,7 @@ from mlxspec.types import (
 )
 
 MAX_DEFERRED = 8  # plans in which other prefills may go first
-RANK = attrgetter("rank")
+TURN = attrgetter("turn")
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Scheduler:
     prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     sharing: bool = True
     can_draft: bool = True
-    waiting: list[Seq] = field(default_factory=list)  # by rank, as are the running ones
+    waiting: list[Seq] = field(default_factory=list)  # by turn, as are the running ones
     running: list[Seq] = field(default_factory=list)
     offloader: KVOffloader | None = None
     copies: Copies = field(default_factory=list)  # to do before the next plan's rows are written
@@ -88,7 +88,7 @@ class Scheduler:
                 seq.matcher = request.grammar()
             choices.append(seq)
         self.waiting += choices
-        self.waiting.sort(key=RANK)
+        self.waiting.sort(key=TURN)
 
     def abort(self, request: str, index: int | None = None) -> Outputs:
         """End the choices of `request` (all, or one) and free their blocks."""
@@ -151,7 +151,7 @@ class Scheduler:
         while need := self.kv.blocks_needed(seq, seq.computed + drafts + n):
             if self.kv.allocate(seq, need):
                 break
-            others = [s for s in self.running if s.rank > seq.rank and not s.inflight_drafts]
+            others = [s for s in self.running if s.turn > seq.turn and not s.inflight_drafts]
             if not others:
                 return False
             self._preempt(others[-1])
@@ -180,7 +180,7 @@ class Scheduler:
         self.kv.free(seq)
         siblings = [s for s in self.waiting if s.request is seq.request]
         seq.passed = max(s.passed for s in (seq, *siblings))
-        insort(self.waiting, seq, key=RANK)
+        insort(self.waiting, seq, key=TURN)
 
     def submitted(self, plan: Iterable[Entry]) -> None:
         """The step was submitted: its rows count as computed, its samples as pending."""
@@ -196,7 +196,7 @@ class Scheduler:
     # ---- admission ---------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting sequences, by rank, while there are slots and blocks."""
+        """Start waiting sequences, by turn, while there are slots and blocks."""
         self._held = None
         while self.waiting and self._start_next():
             pass
@@ -269,8 +269,8 @@ class Scheduler:
             seq.reported_cached = seq.computed
         self.waiting.remove(seq)
         pass_over(self.waiting, seq)
-        self.waiting.sort(key=RANK)
-        insort(self.running, seq, key=RANK)
+        self.waiting.sort(key=TURN)
+        insort(self.running, seq, key=TURN)
 
     # ---- commit ------------------------------------------------------------------------------
 

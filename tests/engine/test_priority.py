@@ -79,7 +79,7 @@ def test_with_low_memory_it_takes_the_place_of_one() -> None:
     m.settle()
     m.s.add(more := Request("more", (8, 8), 3))
     m.step()
-    assert names(m.s.running) == ["now", "more", "r0"], "also beside one of its own rank"
+    assert names(m.s.running) == ["now", "more", "r0"], "also beside one of its own priority"
     m.settle()
     m.s.add(equal := Request("equal", (6, 6), 3, priority=LATER))
     m.step()

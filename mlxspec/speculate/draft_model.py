@@ -66,7 +66,7 @@ class DraftPass(Pass):
             return False
         return seq.known + seq.inflight_drafts + MAX_CHAIN <= self.model.context
 
-    def read(self, rows: HeadInput) -> None:
+    def write(self, rows: HeadInput) -> None:
         context = self.model.context
         spans = []
         for e in rows.spans:

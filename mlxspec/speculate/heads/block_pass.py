@@ -47,14 +47,14 @@ class BlockPass(Pass):
         for layer, kv in zip(head.module.layers, caches, strict=True):
             layer.self_attn(row, None, kv)
 
-    def read(self, rows: HeadInput) -> None:
+    def write(self, rows: HeadInput) -> None:
         if rows.spans:
             fill_view(self.view, rows.spans, None)
             self.head.module.store(rows.hidden, self.pages)
             self.submit()
 
     def draft(self, rows: HeadInput, chain: Chain) -> None:
-        self.read(rows)
+        self.write(rows)
         depth = chain.depths[0]
         hidden = self._block(chain, depth)
         logits = self.head.lm_head(hidden)

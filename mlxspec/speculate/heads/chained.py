@@ -28,7 +28,7 @@ class ChainedPass(Pass):
         rows = head.embed(mx.array([[0, 0]]))
         head.module(rows, rows, caches)
 
-    def read(self, rows: HeadInput) -> None:
+    def write(self, rows: HeadInput) -> None:
         for _ in self._outputs(rows):
             self.submit()
 

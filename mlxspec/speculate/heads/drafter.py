@@ -174,7 +174,7 @@ class HeadDrafter(Drafter):
                 live.table = None  # its blocks may be another's from the next plan on
         if due:
             self.runner.grow()
-            self._pass.read(_head_input(due, None))
+            self._pass.write(_head_input(due, None))
 
     def _track_blocks(self, plan: Plan) -> None:
         """Find the sequences that have new blocks, before each step's drafts."""

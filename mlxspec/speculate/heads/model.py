@@ -65,7 +65,7 @@ class Pass:
         """Whether it can draft after this sequence's newest token."""
         return True
 
-    def read(self, rows: HeadInput) -> None:
+    def write(self, rows: HeadInput) -> None:
         """Write K and V of final rows."""
 
     def draft(self, rows: HeadInput, chain: Chain) -> None:

@@ -113,7 +113,7 @@ class Span:
         return self.start + self.count + self.draft.size
 
     @property
-    def sampled(self) -> int:
+    def num_sampled(self) -> int:
         """Rows that are sampled."""
         return 1 + self.draft.size if self.samples else 0
 

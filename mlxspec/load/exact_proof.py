@@ -328,5 +328,5 @@ class Proof:
         for span, seq in step.items():
             seq.computed = span.end
             first = done.first_row.get(span.state, 0)
-            logits.append(done.logits[first : first + span.sampled])
+            logits.append(done.logits[first : first + span.num_sampled])
         return logits

@@ -34,15 +34,19 @@ NaNs = tuple[Array, Sequence[tuple[Span, slice]]]
 class Forward(Generic[SpanT]):
     """A forward of some spans, and its results once it is submitted, all in the spans' order.
 
-    `ids` int32 [T] are the input tokens, `rows` the sampled rows, `shift` [R] the shift of their
-    positions, `logits` [R, vocab] their logits until the step is submitted, `taps` the hidden
-    states [T, D] that drafters asked for. `nans` check the rows that are not sampled. `first_row`:
-    for each sequence that samples, the index of its first sampled row in `rows`.
+    `ids` int32 [T] are the input tokens, `sampled_rows` the rows that are sampled, `shift` [R] the
+    shift of their positions, `logits` [R, vocab] their logits until the step is submitted, `taps`
+    the hidden states [T, D] that drafters asked for. `nans` check the rows that are not sampled.
+    `first_row`: for each sequence that samples, the index of its first row in `sampled_rows`.
+    `marker`: an array that is computed last, or two; `read` waits for it.
+
+    The engine sets the last three: `number` counts its steps from 1; `began` is the time on
+    time.perf_counter() when it began to plan this one; `overlaps`: the step before was unread then.
     """
 
     plan: Sequence[SpanT]
     ids: Array
-    rows: list[SampledRow]
+    sampled_rows: list[SampledRow]
     shift: Shift
     logits: Any
     taps: dict[Tap, Array]
@@ -51,13 +55,13 @@ class Forward(Generic[SpanT]):
     first_row: dict[SeqState, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
     recordings: Sequence[StateRecorder] = ()  # of recurrent layers, where there are drafts
-    marker: Any = None  # an array that is computed last
+    marker: Any = None
     number: int = 0
     began: float = 0.0
     overlaps: bool = False
 
     def __post_init__(self) -> None:
-        rows = enumerate(self.rows)
+        rows = enumerate(self.sampled_rows)
         self.first_row = {row.span.state: r for r, row in rows if row.ordinal == 1}
 
     def read(self) -> list[Result]:
@@ -68,7 +72,7 @@ class Forward(Generic[SpanT]):
         broken = _broken(self.nans) | self._pool()
         if self.sampled is None:
             return [([NOT_FINITE] if e in broken else [], []) for e in self.plan]
-        tokens, logprobs = read(self.sampled, self.rows)
+        tokens, logprobs = read(self.sampled, self.sampled_rows)
         accepted: Iterator[int] = repeat(0)
         if self.sampled.accepted is not None:
             accepted = iter(np.array(self.sampled.accepted).tolist())
@@ -289,7 +293,7 @@ def sampled_row_indices(spans: Spans, length: int = 0) -> Array:
     """int32 [R]: the indices of the sampled rows among all rows; `length` as for `starts_of`."""
     rows: list[int] = []
     for e, first in starts_of(spans, length).items():
-        rows += range(first + e.rows - e.sampled, first + e.rows)
+        rows += range(first + e.rows - e.num_sampled, first + e.rows)
     return mx.array(rows, mx.int32)
 
 

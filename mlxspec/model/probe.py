@@ -86,7 +86,7 @@ def probe_logits(runner: Runner) -> list[dict[int, Array]]:
         result = runner.forward(list(plan), None)
         mx.eval(result.logits)
         if any(accepted):
-            in_order = [accepted[plan[row.span]] for row in result.rows if row.ordinal == 1]
+            in_order = [accepted[plan[row.span]] for row in result.sampled_rows if row.ordinal == 1]
             runner.states.keep_accepted(mx.array(in_order), result.first_row)
         for e, i in plan.items():
             end = e.start + e.count

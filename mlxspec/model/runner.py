@@ -243,7 +243,7 @@ class Runner:
         shift = row_shift = None
         if previous and any(e.inflight_drafts for e in plan):
             shift = previous.shift_of(plan)
-            owners = [n for n, e in enumerate(plan) for _ in range(e.sampled)]
+            owners = [n for n, e in enumerate(plan) for _ in range(e.num_sampled)]
             row_shift = shift[mx.array(owners)]
         ids = build_inputs(plan, previous, shift, sees=True)
         requested = self.view.taps
@@ -266,9 +266,9 @@ class Runner:
 
     def sample(self, step: Forward[Any]) -> Sampled | None:
         """Lazy samples of a forward's sampled rows; None where no span samples."""
-        if not step.rows:
+        if not step.sampled_rows:
             return None
-        sampled = sample(step.logits, step.rows, step.ids, shift=step.shift)
+        sampled = sample(step.logits, step.sampled_rows, step.ids, shift=step.shift)
         if sampled.accepted is not None:
             step.recordings = self.states.keep_accepted(sampled.accepted, step.first_row)
         return sampled

@@ -56,7 +56,7 @@ def sampled_row_specs(spans: Spans) -> list[SampledRow]:
     end = 0
     for e in spans:
         end += e.rows
-        sampled = e.sampled
+        sampled = e.num_sampled
         for i in range(sampled):
             mask = e.masks[i] if e.masks else b""
             position = e.start + e.count + i

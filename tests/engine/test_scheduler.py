@@ -131,7 +131,7 @@ class Mock:
                 assert table[at // SIZE] != 0
                 assert self.slots[group, slot[at]] == tuple(tokens[: at + 1])
         end = e.start + e.count
-        sampled = [nth(tokens[: end + i], e.seq.index) for i in range(e.sampled)]
+        sampled = [nth(tokens[: end + i], e.seq.index) for i in range(e.num_sampled)]
         if self.states:  # as the engine: that after the accepted drafts
             assert (e.state.recurrent or ()) == tuple(tokens[: e.start])
             kept = len(accept(e.draft.tokens, sampled)) - 1 if sampled else 0

@@ -165,7 +165,7 @@ def held(runner: Runner, work: list[list[Span]]) -> int:
     for plan in work:
         done = runner.forward(plan, None)
         mx.eval(done.logits)
-        kept = [row.span.draft.size // 2 for row in done.rows if row.ordinal == 1]
+        kept = [row.span.draft.size // 2 for row in done.sampled_rows if row.ordinal == 1]
         if any(kept):
             runner.states.keep_accepted(mx.array(kept), list(done.first_row))
         for e in plan:

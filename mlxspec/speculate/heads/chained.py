@@ -88,7 +88,7 @@ class ParallelPass(ChainedPass):
         places: list[int] = []
         owners: list[int] = []  # the number of each row's run
         for n, (run, run_depth) in enumerate(zip(rows.spans, chain.depths, strict=True)):
-            masks = Draft([0 for _ in range(run.sampled + run_depth - 2)])
+            masks = Draft([0 for _ in range(run.num_sampled + run_depth - 2)])
             runs.append(replace(run, draft=masks))
             first, count = starts[run], runs[-1].rows
             places += range(first, first + count)

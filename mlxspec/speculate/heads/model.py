@@ -34,7 +34,7 @@ class HeadInput:
     def newest(self, shift: Shift) -> Array:
         """int32 [spans]: the newest tokens' rows."""
         ends = accumulate(e.rows for e in self.spans)
-        rows = [end - e.sampled for e, end in zip(self.spans, ends, strict=True)]
+        rows = [end - e.num_sampled for e, end in zip(self.spans, ends, strict=True)]
         newest = mx.array(rows)
         return newest if shift is None else newest + shift
 

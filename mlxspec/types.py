@@ -7,7 +7,7 @@ library only.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Json = dict[str, Any]  # a JSON object
 Finish = Literal["stop", "length", "abort", "error"]
@@ -161,6 +161,14 @@ class Output:
 
 
 Outputs = list[Output]  # of a step, or in answer to an order
+
+
+class CacheBytes(NamedTuple):
+    """Bytes that a model caches."""
+
+    token: int = 0  # per token, in layers with full attention
+    windows: tuple[tuple[int, int], ...] = ()  # (window, bytes per token), by window
+    state: int = 0  # per sequence, in recurrent layers
 
 
 @dataclass(frozen=True, slots=True)

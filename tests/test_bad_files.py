@@ -16,7 +16,7 @@ from mlxspec.commands import models
 from mlxspec.config import ConfigError, load
 from mlxspec.kernels.verify import VerdictFile
 from mlxspec.load.warmup import WarmupCache
-from mlxspec.model.layout import CacheBytes, LayoutChoice
+from mlxspec.model.layout import LayoutChoice
 from mlxspec.server.embeddings import _pooling
 from mlxspec.server.errors import ApiError
 from mlxspec.service import crashes
@@ -25,6 +25,7 @@ from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.training.run import resume
 from mlxspec.training.samples import SampleFile
+from mlxspec.types import CacheBytes
 from tests.heads import kinds
 from tests.support.bad_values import RAW, VALUES
 

@@ -20,9 +20,9 @@ from mlxspec.load.exact_proof import MOST
 from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.call_search import MANY, Tries
 from mlxspec.model.invariant import Invariance, find_invariance
-from mlxspec.model.layout import CacheBytes, LayoutChoice
+from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
-from mlxspec.types import Request
+from mlxspec.types import CacheBytes, Request
 from tests.support import disk_cache as tiers
 from tests.support import dispatch, tiny
 from tests.support.drafters import attach, attach_head, copies, like

@@ -15,7 +15,8 @@ from mlxspec.load.exact_proof import MOST
 from mlxspec.load.warmup import kernels_in_use
 from mlxspec.model import invariant, quantized
 from mlxspec.model.invariant import Invariance
-from mlxspec.model.layout import CacheBytes, LayoutChoice
+from mlxspec.model.layout import LayoutChoice
+from mlxspec.types import CacheBytes
 from tests import metalsim
 from tests.support import dispatch, tiny
 from tests.support.parameter_rows import only

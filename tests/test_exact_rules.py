@@ -14,7 +14,8 @@ from mlxspec.load.exact import examine
 from mlxspec.load.exact_proof import MOST
 from mlxspec.model import attention, invariant, recurrent
 from mlxspec.model.invariant import Invariance
-from mlxspec.model.layout import CacheBytes, LayoutChoice
+from mlxspec.model.layout import LayoutChoice
+from mlxspec.types import CacheBytes
 from tests import metalsim
 from tests.support import architectures, tiny
 from tests.support.metal_rules import (

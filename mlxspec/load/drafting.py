@@ -18,7 +18,6 @@ from mlxspec.engine.engine import Engine
 from mlxspec.kernels.trial import Case
 from mlxspec.load.plan import Room, shortage
 from mlxspec.model.layout import (
-    CacheBytes,
     LayoutChoice,
     context_of,
     find_layout,
@@ -38,7 +37,7 @@ from mlxspec.speculate.heads.files import find_draft
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, UnsupportedModel
+from mlxspec.types import FINAL_NORM, CacheBytes, UnsupportedModel
 
 NONE = "off"  # --draft off: neither small model nor head
 

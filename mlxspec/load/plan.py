@@ -12,7 +12,7 @@ from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.budget import MAX_ROWS
 from mlxspec.files import format_size
-from mlxspec.types import MAX_DEPTH, OutOfMemory
+from mlxspec.types import MAX_DEPTH, CacheBytes, OutOfMemory
 
 CACHE_SHARE = 0.5  # of the memory beside weights and headroom; the rest stays free for the user
 CONTEXTS = 4  # full contexts that the KV pool holds at most
@@ -22,10 +22,6 @@ STATE_PART, MOST_SNAPSHOTS = 8, 1024  # snapshots: an eighth of the KV bytes, an
 SNAPSHOTS = 2  # for each running sequence, if memory allows
 FEW = 4  # sequences whose states come before more KV than LEAST_CONTEXT
 LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
-
-# Bytes of one token in layers with full attention, (window, bytes of one token) for those with a
-# sliding window, bytes of one sequence's recurrent state.
-CacheSizes = tuple[int, tuple[tuple[int, int], ...], int]
 
 
 class PoolLimits(NamedTuple):
@@ -72,7 +68,7 @@ class Room:
         return int((self.free - weights - memory.headroom()) * self.part)
 
 
-def shortage(room: Room, weights: int, cache: CacheSizes) -> OutOfMemory | None:
+def shortage(room: Room, weights: int, cache: CacheBytes) -> OutOfMemory | None:
     """The error if `weights` and the smallest caches do not fit."""
     pools = _pool_limits(room, cache)
     least = _bytes(pools, [pool.least for pool in pools])
@@ -81,7 +77,7 @@ def shortage(room: Room, weights: int, cache: CacheSizes) -> OutOfMemory | None:
     return _too_large(room, weights, int(least / room.part))
 
 
-def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
+def make_plan(room: Room, weights: int, cache: CacheBytes) -> MemoryPlan:
     """Divide the room beside `weights`: first what a few conversations need, from half of what the
     smallest caches leave, then pools and states, each cut by the same part if needed.
 
@@ -89,7 +85,7 @@ def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
     of the memory for caches, which one sequence may exceed. Raises OutOfMemory."""
     if error := shortage(room, weights, cache):
         raise error
-    config, context, state_bytes = room.config, room.context, cache[2]
+    config, context = room.config, room.context
     pools = _pool_limits(room, cache)
     budget = room.for_caches(weights)
     counts = [pool.least for pool in pools]
@@ -101,7 +97,7 @@ def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
     cache_bytes = _bytes(pools, counts)
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
-    by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
+    by_size = -(-cache.state // pools[0].unit) if pools[0].unit else 0
     by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
     stride = max(LEAST_STRIDE, by_size, by_count)
     windows = dict(zip(_windows(room, cache), window_blocks, strict=True))
@@ -116,9 +112,9 @@ def make_plan(room: Room, weights: int, cache: CacheSizes) -> MemoryPlan:
     )
 
 
-def _windows(room: Room, cache: CacheSizes) -> dict[int, int]:
+def _windows(room: Room, cache: CacheBytes) -> dict[int, int]:
     """Bytes of a token in the layers of each window that has a pool."""
-    return {window: size for window, size in cache[1] if window < room.context}
+    return {window: size for window, size in cache.windows if window < room.context}
 
 
 def _raised(
@@ -141,11 +137,12 @@ def _bytes(pools: Sequence[PoolLimits], counts: Sequence[int]) -> int:
     return sum(pool.unit * n for pool, n in zip(pools, counts, strict=True))
 
 
-def _pool_limits(room: Room, cache: CacheSizes) -> list[PoolLimits]:
+def _pool_limits(room: Room, cache: CacheBytes) -> list[PoolLimits]:
     """Limits of blocks for full attention, blocks of each window, running states, snapshots."""
     config, context = room.config, room.context
-    token_bytes, local, state_bytes = cache
-    token_bytes += sum(size for window, size in local if window >= context)
+    beyond = sum(size for window, size in cache.windows if window >= context)
+    token_bytes = cache.token + beyond
+    state_bytes = cache.state
     size, sequences = config.block_size, config.max_sequences
     full, first = (-(-tokens // size) + 1 for tokens in (context, min(context, LEAST_CONTEXT)))
     most = config.kv_blocks or CONTEXTS * (full - 1) + 1

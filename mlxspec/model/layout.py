@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn import Module
@@ -36,7 +36,7 @@ from mlxspec.model.probe import (
 )
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.progress import progress
-from mlxspec.types import Json, UnsupportedModel, blame, line_of
+from mlxspec.types import CacheBytes, Json, UnsupportedModel, blame, line_of
 
 # Fastest first; the flag: one sequence at a time.
 LAYOUTS: tuple[tuple[Layout, bool], ...] = (
@@ -53,14 +53,6 @@ READS, READ_BYTES = 8, 256 << 20
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DEFAULT_CONTEXT = 8192
-
-
-class CacheBytes(NamedTuple):
-    """Bytes that a model caches."""
-
-    token: int = 0  # per token, in layers with full attention
-    windows: tuple[tuple[int, int], ...] = ()  # (window, bytes per token), by window
-    state: int = 0  # per sequence, in recurrent layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from mlxspec.load import plan as planning
 from mlxspec.load.drafting import Drafting
 from mlxspec.load.plan import MemoryPlan, Room, make_plan
 from mlxspec.model import meter
-from mlxspec.model.layout import CacheBytes, LayoutChoice
+from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Runner
-from mlxspec.types import MAX_DEPTH, OutOfMemory, Request, Sampling
+from mlxspec.types import MAX_DEPTH, CacheBytes, OutOfMemory, Request, Sampling
 from tests.support import tiny
 from tests.support.machines import GIB, MAC, Libc, on_linux, on_mac
 
@@ -80,7 +80,7 @@ def test_the_wired_limit_is_set_in_one_place() -> None:
 
 
 def plan(
-    cache: Any,
+    cache: CacheBytes,
     free: int,
     context: int = 8192,
     weights: int = 0,
@@ -93,7 +93,7 @@ def plan(
 
 def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> None:
     def blocks(context: int, token_bytes: int, free: int) -> int:
-        return plan((token_bytes, (), 0), free, context).blocks
+        return plan(CacheBytes(token_bytes), free, context).blocks
 
     assert blocks(8192, 1000, 1 << 40) == planning.CONTEXTS * 256 + 1
     assert blocks(8192, 1000, 64_000_000) == 1000
@@ -102,7 +102,7 @@ def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> N
 
 
 def test_windows_and_states_are_planned() -> None:
-    cache = (1000, ((512, 5000),), 1 << 20)
+    cache = CacheBytes(1000, ((512, 5000),), 1 << 20)
     rich = plan(cache, 1 << 40, 32768, prefill_budget=2048)
     least = 1 + 16 * (19 + 2) + 128  # a window and the rows of two steps each, two chunks for all
     assert (rich.blocks, rich.windows) == (4097, {512: 2 * least})
@@ -114,7 +114,7 @@ def test_windows_and_states_are_planned() -> None:
     poor = plan(cache, 80 << 20, 32768, prefill_budget=2048)
     assert 257 <= poor.blocks < 4097 and 150 <= poor.windows[512] < 2 * least
     assert 1 <= poor.sequences < 16
-    whole = plan((0, ((1 << 20, 10),), 0), 1 << 40, 1024)
+    whole = plan(CacheBytes(windows=((1 << 20, 10),)), 1 << 40, 1024)
     assert (whole.blocks, whole.windows) == (planning.CONTEXTS * 32 + 1, {}), (
         "a window beyond the context is full attention"
     )
@@ -126,15 +126,15 @@ def test_a_few_conversations_come_before_one_long_context(
 ) -> None:
     """With a state as large as that of Qwen3.8-27B; an agent asks a small question beside its own,
     which would cost the prefix of the long one."""
-    got = plan((65536, (), 154 << 20), gib * GIB, 262_144)
+    got = plan(CacheBytes(65536, state=154 << 20), gib * GIB, 262_144)
     assert got.sequences >= sequences and got.snapshots >= snapshots
     assert got.blocks > planning.LEAST_CONTEXT // 32
     assert got.cache_bytes <= gib * GIB // 2
 
 
 def test_snapshots_keep_their_distance() -> None:
-    assert plan((0, (), 1 << 20), 1 << 40).snapshot_stride == 32
-    assert plan((1 << 20, (), 1), 1 << 50, 1 << 20).snapshot_stride == 128
+    assert plan(CacheBytes(state=1 << 20), 1 << 40).snapshot_stride == 32
+    assert plan(CacheBytes(1 << 20, state=1), 1 << 50, 1 << 20).snapshot_stride == 128
 
 
 def test_a_draft_models_kv_lies_in_the_pool_for_full_attention() -> None:
@@ -171,7 +171,7 @@ def test_a_plan_keeps_its_share_and_serves_one_sequence(
     free: int,
     models: int,
 ) -> None:
-    cache = (token_bytes, tuple(windows), state_bytes)
+    cache = CacheBytes(token_bytes, tuple(windows), state_bytes)
     settings = dict(block_size=block_size, max_sequences=max_sequences, prefill_budget=chunk)
     try:
         got = plan(cache, free, context, others=("m",) * (models - 1), **settings)
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
     on_mac(monkeypatch, Libc(MAC))
 
     def cache_bytes(weights: float, token_bytes: int, free: float, **settings: Any) -> int:
-        config, cache = Config(cache_gb=0, **settings), (token_bytes, (), 0)
+        config, cache = Config(cache_gb=0, **settings), CacheBytes(token_bytes)
         room = Room(config, 32768, int(free * GIB))
         return make_plan(room, int(weights * GIB), cache).cache_bytes
 

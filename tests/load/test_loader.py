@@ -304,7 +304,7 @@ def test_quantized_kv_sizes_are_known_before_loading(tmp_path: Path) -> None:
     save(tmp_path, "qwen3:4")
     m = tiny.model("qwen3:4")
     for bits in (0, 4, 8):
-        assert geometry(m, bits)[0] == find_layout(m, kv_bits=bits).cache_bytes.token
+        assert geometry(m, bits).token == find_layout(m, kv_bits=bits).cache_bytes.token
     with pytest.raises(UserError, match=r"a context of 0 tokens .* raise --context or --kv-blocks"):
         load_engine(tmp_path, "tiny", settings(kv_blocks=1))
 

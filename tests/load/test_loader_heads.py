@@ -17,12 +17,11 @@ from mlxspec.files import format_size
 from mlxspec.load import loader
 from mlxspec.load.loader import load_engine
 from mlxspec.load.plan import STATES
-from mlxspec.model.layout import CacheBytes
 from mlxspec.speculate import heads
 from mlxspec.speculate.calibrate import MEASURED
 from mlxspec.speculate.chain import DraftCosts
 from mlxspec.speculate.heads.drafter import HeadDrafter
-from mlxspec.types import FINAL_NORM, OutOfMemory
+from mlxspec.types import FINAL_NORM, CacheBytes, OutOfMemory
 from tests.support import tiny
 from tests.support.checkpoints import both, save
 from tests.support.engine_with_head import BLOCK, K, head_of, loud, some

@@ -16,7 +16,7 @@ from mlxspec import log
 from mlxspec.kernels import cpu
 from mlxspec.model import quantized
 from mlxspec.model.cards import head_of
-from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
+from mlxspec.model.layout import bytes_of_layers, load_weights
 from mlxspec.speculate.heads.assistant import load_assistant
 from mlxspec.speculate.heads.block import load_block
 from mlxspec.speculate.heads.eagle import load_eagle
@@ -25,7 +25,7 @@ from mlxspec.speculate.heads.medusa import load_medusa
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import load_mtp
 from mlxspec.speculate.heads.nextn import load_nextn
-from mlxspec.types import UnsupportedModel, line_of
+from mlxspec.types import CacheBytes, UnsupportedModel, line_of
 
 LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel]] = {
     "mtp": load_mtp,

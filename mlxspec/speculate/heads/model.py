@@ -13,12 +13,11 @@ from mlx.core import array as Array
 
 from mlxspec.model import attention
 from mlxspec.model.batch import Shift
-from mlxspec.model.layout import CacheBytes
 from mlxspec.model.pages import Pages, View, pools_of
 from mlxspec.model.runner import Runner
 from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
-from mlxspec.types import FINAL_NORM, Tap
+from mlxspec.types import FINAL_NORM, CacheBytes, Tap
 
 
 @dataclass(slots=True)

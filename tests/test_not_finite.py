@@ -185,7 +185,7 @@ def test_in_a_heads_pools(name: str) -> None:
         e = tiny.engine(spoilt_model(kind, bad if spoilt else -1), layout=layout, block=BLOCK)
         if name == "model":
             small = with_spoilt(like(None, kind, 0.02), bad if spoilt else -1)
-            attach(e, name, small).depth = 3
+            attach(e, name, small).fixed_depth = 3
         else:
             attach_head(e, depth=3, kind=name)
         for _ in range(2):

@@ -228,7 +228,7 @@ class Measuring:
         They leave no trace in the prefix cache and the engine's counters."""
         assert proposer.costs
         once = replace(proposer.costs, factors={})  # what steps take now says nothing
-        trial = Proposer(once, [head], depth=1)
+        trial = Proposer(once, [head], fixed_depth=1)
         counts = SpecDecodeMetrics()
         engine = replace(self.engine, proposer=trial, counters=Counter(), spec_metrics=counts)
         usual, sharing = head.taps, engine.scheduler.sharing

@@ -18,7 +18,6 @@ from mlxspec.types import Sampling
 
 MAX_CHAIN = 8  # drafted tokens, at most: each takes a pass
 LIKELIEST = "likeliest"  # draft greedily at any temperature
-MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
 
 
 @dataclass(slots=True)

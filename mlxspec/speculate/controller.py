@@ -59,7 +59,7 @@ class Proposal:
 
 
 @dataclass(slots=True)
-class AcceptanceRate:
+class AcceptanceRates:
     """How often a drafted token is accepted, by key. `prior(key)` is where an estimate starts, and
     where it returns to while its key is not tried: a position that looked bad is tried again.
     `idle` counts the rounds since the last draft; it is infinite if that was right."""
@@ -147,16 +147,16 @@ class Controller:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        self.rate = AcceptanceRate(self.prior)
+        self.rate = AcceptanceRates(self.prior)
         self.overall = cache(self.rate.of)  # until the next round is learned
 
-    def begin(self) -> AcceptanceRate:
+    def begin(self) -> AcceptanceRates:
         """The rates of one sequence, which start from those of all."""
-        return AcceptanceRate(self.overall)
+        return AcceptanceRates(self.overall)
 
     def decide(
         self,
-        stats: Sequence[AcceptanceRate],
+        stats: Sequence[AcceptanceRates],
         options: Sequence[Sequence[Proposal]],
         context: float,
         mode: str,
@@ -171,7 +171,7 @@ class Controller:
         if self.padded:  # each further token of the longest draft is a row of every sequence
             curve = np.concatenate([curve[: base - 1], curve[base - 1 :: base]])
         picked = pick(options, curve, base)
-        depths = share(picked, curve, plain, padded=self.padded)
+        depths = choose_depths(picked, curve, plain, padded=self.padded)
         if not any(depths):
             rested = {
                 i: option
@@ -185,7 +185,7 @@ class Controller:
                     break
         return list(zip(depths, picked, strict=True))
 
-    def learn(self, stats: AcceptanceRate, keys: Sequence[Key], accepted: int) -> None:
+    def learn(self, stats: AcceptanceRates, keys: Sequence[Key], accepted: int) -> None:
         """`keys` are the rate keys of the drafted tokens, none for a plain round; the first
         `accepted` were accepted, the next was rejected, those after it were not reached."""
         self.overall.cache_clear()
@@ -237,7 +237,7 @@ def pick(
     return picked
 
 
-def share(
+def choose_depths(
     options: Sequence[Proposal | None],
     curve: Floats,
     plain: float,

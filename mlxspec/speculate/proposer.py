@@ -14,7 +14,7 @@ from mlxspec.model.batch import Step
 from mlxspec.sequences import Accepted, Draft, Plan, Seq
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.chain import LIKELIEST
-from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Key, Proposal
+from mlxspec.speculate.controller import AcceptanceRates, Controller, Costs, Key, Proposal
 from mlxspec.speculate.ngram import FIRST_RATE, GRAMMAR
 from mlxspec.types import MAX_DEPTH
 
@@ -30,7 +30,7 @@ LIKELY = 0.75  # of a head's likeliest tokens, which are tried unless sampled on
 @dataclass
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; until they
-    are known (`start`), drafters follow what is computed and nothing is drafted. `depth`: a fixed
+    are known (`start`), drafters follow what is computed and nothing is drafted. `fixed_depth`: a
     draft length for models and heads, while nothing else drafts; 0: what pays. `padded`: the other
     sequences' rows are padded to the longest draft, which is limited then. `tries_likeliest`: at a
     temperature, drafts of a fixed depth are of the likeliest tokens too if more of these are
@@ -38,14 +38,14 @@ class Proposer:
 
     costs: Costs | None
     drafters: list[Drafter]
-    depth: int = 0
+    fixed_depth: int = 0
     padded: bool = False
     tries_likeliest: bool = False
 
     def __post_init__(self) -> None:
         self.max_depth = MAX_PADDED_DEPTH if self.padded else MAX_DEPTH
         self.control = Controller(self.costs, self._prior, self.padded)
-        self._stats: dict[Seq, AcceptanceRate] = {}
+        self._stats: dict[Seq, AcceptanceRates] = {}
         self._chosen: dict[Seq, Proposal] = {}
         self._proposals: dict[Seq, list[Proposal]] = {}  # until a step is read or drafted for
         self._names = [drafter.name for drafter in self.drafters]  # also of those that fail
@@ -134,14 +134,15 @@ class Proposer:
         lazy = [proposal.drafter.lazy for some in options for proposal in some]
         if not lazy or (in_flight and all(lazy)):
             return  # nothing to draft, or nothing to wait for
-        if self.depth:
+        if fixed := self.fixed_depth:
             for seq, some in zip(seqs, options, strict=True):
                 models = [proposal for proposal in some if proposal.drafter.lazy]
                 if not self.tries_likeliest:
                     models = models[:1]
                 if models:
-                    best = max(models, key=lambda model: sum(model.cumulative[: self.depth]))
-                    yield seq, min(self.depth, len(best.rates)), best
+                    best = max(models, key=lambda model: sum(model.cumulative[:fixed]))
+                    depth = min(fixed, len(best.rates))
+                    yield seq, depth, best
             return
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if all(lazy) else "synced"

@@ -12,7 +12,8 @@ import pytest
 from mlxspec.model.batch import Step
 from mlxspec.sequences import Plan
 from mlxspec.speculate import NoSpeculation, heads
-from mlxspec.speculate.chain import MAX_LAG, deepest_first
+from mlxspec.speculate.chain import deepest_first
+from mlxspec.speculate.heads.drafter import MAX_LAG
 from tests.support import device_waits, tiny
 from tests.support.drafters import OTHER_HEADS, OWN_HEADS, attach_head
 from tests.support.engine_with_head import BLOCK, SOME, ask, counted, head_of, loud, some, start

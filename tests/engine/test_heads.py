@@ -169,7 +169,7 @@ def test_whatever_happens(kind: str, layout: Any, seed: int) -> None:
     tiny.admit_blindly(e.scheduler)
     told = [some(5 * BLOCK, seed)]
     for i in range(60):
-        e.proposer.depth = rng.choice((0, 0, 1, K))  # type: ignore[attr-defined]
+        e.proposer.fixed_depth = rng.choice((0, 0, 1, K))  # type: ignore[attr-defined]
         live = [*e.scheduler.running, *e.scheduler.waiting]
         if rng.random() < 0.3 and len(live) < 6:
             prompt = [*rng.choice(told)[: rng.randint(1, 44)], *some(rng.randint(1, 4), i)]

@@ -19,7 +19,7 @@ blas.load()
 import mlx.core as mx  # noqa: E402  after BLAS
 import numpy as np  # noqa: E402
 
-from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Proposal  # noqa: E402
+from mlxspec.speculate.controller import AcceptanceRates, Controller, Costs, Proposal  # noqa: E402
 from mlxspec.speculate.proposer import FIRST_TOKEN  # noqa: E402
 from tests.heads import kinds, make_more  # noqa: E402
 
@@ -104,7 +104,7 @@ class Learned:
         return FIRST_TOKEN if place == 1 else self.control.rate.of((key[0], place - 1))
 
     def begin(self) -> None:
-        self.stats: AcceptanceRate = self.control.begin()
+        self.stats: AcceptanceRates = self.control.begin()
 
     def depth(self, block: Block) -> int:
         rates = [self.stats.of(key) for key in KEYS]

@@ -108,7 +108,7 @@ def engine(
 
 def proposer_of(head: HeadDrafter, depth: int) -> Recorded:
     """Always drafts so many tokens."""
-    made = Recorded(costs(), [head], depth=depth)
+    made = Recorded(costs(), [head], fixed_depth=depth)
     made.rounds = defaultdict(list)
     return made
 

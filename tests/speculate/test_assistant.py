@@ -104,7 +104,7 @@ def test_it_reads_the_pages_of_the_target(layout: Any, kv_bits: int, own: bool) 
     model = build()
     e = tiny.engine(model, layout=layout, kv_bits=kv_bits, own=own, blocks=128)
     drafter = HeadDrafter(assistant.random_assistant(model), e.runner)
-    e.proposer = Proposer(costs(), [drafter], depth=4)
+    e.proposer = Proposer(costs(), [drafter], fixed_depth=4)
     drafted = recorded(e, drafter)
     asked = [few(f"r{i}", some(3 + 9 * i, i), 20, temperature=0.8, seed=i) for i in range(4)]
     tiny.run(e, lambda i: e.add(asked[i]) if i < 4 else None, last=4)

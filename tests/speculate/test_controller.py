@@ -15,14 +15,14 @@ from mlxspec.speculate.controller import (
     INNOVATION,
     PRIOR,
     PROBE_SHARE,
-    AcceptanceRate,
+    AcceptanceRates,
     Controller,
     Costs,
     Key,
     Proposal,
+    choose_depths,
     pick,
     probe_every,
-    share,
 )  # fmt: skip
 from tests.support.examples import examples
 from tests.support.parameter_rows import in_turn
@@ -97,7 +97,7 @@ def test_the_rates_of_all_are_computed_once_a_round() -> None:
 
 
 def test_a_chance_starts_at_its_prior_follows_what_happens_and_returns() -> None:
-    chance = AcceptanceRate(lambda key: 0.25)
+    chance = AcceptanceRates(lambda key: 0.25)
     assert chance.of("k") == 0.25
     chance.learn("k", True)
     assert chance.of("k") == pytest.approx((1 + PRIOR * 0.25) / (1 + PRIOR))
@@ -150,7 +150,7 @@ def test_sharing_equals_the_best_of_all_allocations(
         st.lists(chance, min_size=1, max_size=4), st.booleans(),
     )  # fmt: skip
     options = data.draw(st.lists(st.one_of(st.none(), one), min_size=1, max_size=4))
-    depths = share(options, seconds, plain)
+    depths = choose_depths(options, seconds, plain)
     assert all(0 <= d <= (len(o.rates) if o else 0) for d, o in zip(depths, options, strict=True))
     got = rate(options, depths, seconds) if any(depths) else len(options) / plain
     assert got == pytest.approx(brute(options, seconds, plain), rel=1e-9)
@@ -177,7 +177,7 @@ def test_padded_drafts_are_the_best_of_all_allocations(
             tokens += sum(np.cumprod(option.rates[:depth])) if option else 0.0
         return tokens / (seconds[base - 1 + max(depths)] + each * max(depths))
 
-    depths = share(options, seconds, plain, padded=True)
+    depths = choose_depths(options, seconds, plain, padded=True)
     most = len(seconds) - base  # tokens whose rows have a known cost
     every = [range(1 + min(most, len(option.rates) if option else 0)) for option in options]
     best = max(speed(depths) for depths in itertools.product(*every))
@@ -210,7 +210,7 @@ def test_the_fastest_option_is_picked(data, seconds, each: float, base: int) -> 
 
 def test_the_better_sequence_gets_more_rows() -> None:
     options = [Proposal("c", [p] * DEPTH) for p in (0.5, 0.9, 0.7, 0.0)]
-    depths = share(options, np.array([curve(0.1, 0)(r) for r in range(1, 40)]), 1.3)
+    depths = choose_depths(options, np.array([curve(0.1, 0)(r) for r in range(1, 40)]), 1.3)
     assert depths[1] > depths[2] > depths[0] > depths[3] == 0
 
 

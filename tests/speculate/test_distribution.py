@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Proposal
+from mlxspec.speculate.controller import AcceptanceRates, Controller, Costs, Proposal
 from mlxspec.types import Request
 from tests.support import tiny
 from tests.support.drafters import attach, copies, like
@@ -76,7 +76,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decide(
         self: Controller,
-        pilots: list[AcceptanceRate],
+        pilots: list[AcceptanceRates],
         options: list[list[Proposal]],
         *_: Any,
         **__: Any,

@@ -13,9 +13,8 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
 from mlxspec.sequences import Entry, SeqState, Span
-from mlxspec.speculate.chain import MAX_LAG
 from mlxspec.speculate.controller import Controller, Costs
-from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.speculate.heads.drafter import MAX_LAG, HeadDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request
 from tests.support import tiny

@@ -180,7 +180,7 @@ def test_drafts_are_those_of_a_dense_computation(kind: str, tmp_path: Path) -> N
     assert head is not None
     e = tiny.engine(architectures.build(kind), layout=LAYOUTS[kind])
     e.scheduler.kv.recompute_last = True
-    e.proposer = Proposer(costs(), [HeadDrafter(head, e.runner)], depth=DEPTH)
+    e.proposer = Proposer(costs(), [HeadDrafter(head, e.runner)], fixed_depth=DEPTH)
     lm_head, logits = head.lm_head, []
 
     def recorded(hidden: mx.array) -> mx.array:

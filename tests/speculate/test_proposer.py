@@ -13,7 +13,7 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.sequences import Accepted, Draft, Entry, Seq
-from mlxspec.speculate.controller import AcceptanceRate, Costs, Key
+from mlxspec.speculate.controller import AcceptanceRates, Costs, Key
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.ngram import FIRST_RATE, bucket
 from mlxspec.speculate.proposer import Proposer
@@ -153,12 +153,12 @@ def test_greedy_answers_say_nothing_about_warm_ones() -> None:
     """With a fixed depth, a model that is right at temperature 0 and drafts badly with noise turns
     to its likeliest tokens, though greedy requests came before."""
     e = tiny.engine(model(), vocab=tiny.VOCAB)
-    attach(e, "model", small=small()).depth = 2
+    attach(e, "model", small=small()).fixed_depth = 2
     e.proposer.tries_likeliest = True
     used: Counter[str] = Counter()
     learn = e.proposer.control.learn
 
-    def learned(stats: AcceptanceRate, keys: Sequence[Key], accepted: int) -> None:
+    def learned(stats: AcceptanceRates, keys: Sequence[Key], accepted: int) -> None:
         how = keys[0][1] if keys else ""
         used[how] += 1
         learn(stats, keys, 0 if how == "drawn" else accepted)

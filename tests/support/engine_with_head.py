@@ -53,7 +53,7 @@ def start(
 
 def loud(e: Engine) -> None:
     """From now on, K tokens are drafted always."""
-    e.proposer.depth = K  # type: ignore[attr-defined]
+    e.proposer.fixed_depth = K  # type: ignore[attr-defined]
 
 
 def head_of(e: Engine) -> HeadDrafter:

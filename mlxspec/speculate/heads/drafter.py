@@ -20,7 +20,6 @@ from mlxspec.speculate import Drafter
 from mlxspec.speculate.calibrate import unused_span
 from mlxspec.speculate.chain import (
     LIKELIEST,
-    MAX_LAG,
     Chain,
     DraftCosts,
     deepest_first,
@@ -29,6 +28,8 @@ from mlxspec.speculate.chain import (
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.model import HeadInput, HeadModel
 from mlxspec.types import Check, Tap
+
+MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from mlxspec.commands.bench import WORKLOADS, prompt_of, tasks_of  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import ModelManager, ModelSlot, Start  # noqa: E402
-from mlxspec.engine.worker import Worker  # noqa: E402
+from mlxspec.engine.worker import EngineThread  # noqa: E402
 from mlxspec.kernels.attention import paged_attention  # noqa: E402
 from mlxspec.load.resolve import resolve_model  # noqa: E402
 from mlxspec.model import attention  # noqa: E402
@@ -60,7 +60,7 @@ class Timed:
 
 
 class Recorder:
-    """Wraps one engine and its worker while they run. `watch` runs on a thread of its own."""
+    """Wraps one engine and its thread while they run. `watch` runs on a thread of its own."""
 
     def __init__(self) -> None:
         self.side: Side | None = None
@@ -106,8 +106,8 @@ class Recorder:
             (Engine, "add", self._add(Engine.add)),
             (Engine, "_read_and_commit", self._commit(Engine._read_and_commit)),
             (Forward, "read", self._reading(Forward.read)),
-            (Worker, "_publish", self._span("publish", Worker._publish)),
-            (Worker, "_turn", self._turn(Worker._turn)),
+            (EngineThread, "_publish", self._span("publish", EngineThread._publish)),
+            (EngineThread, "_turn", self._turn(EngineThread._turn)),
             (Pages, "update_and_fetch", self._clock("seam", Pages.update_and_fetch)),
             (attention, "paged_attention", self._clock("seam", paged_attention)),
         ]
@@ -271,7 +271,7 @@ def record(
     start: Start, chosen: Callable[[Engine, ModelInfo], Sequence[tuple[str, list[Request]]]]
 ) -> list[Side]:
     """Serve `chosen` groups of requests one after the other, each without a draft and, where the
-    engine has a drafter, with it, as a server does: a worker's thread, and a loop that takes what
+    engine has a drafter, with it, as a server does: an engine thread, and a loop that takes what
     it publishes."""
     recorder, held, found = Recorder(), [], []
 
@@ -282,7 +282,7 @@ def record(
         return made
 
     with recorder.wrapped():
-        worker = Worker(
+        worker = EngineThread(
             ModelManager([ModelSlot(begin, ModelInfo("", 0, 0, "", 0, 0, 0, 0))]),
             max_sequences=256,
         )
@@ -302,7 +302,7 @@ def record(
     return found
 
 
-async def _serve(worker: Worker, requests: Sequence[Request]) -> None:
+async def _serve(worker: EngineThread, requests: Sequence[Request]) -> None:
     async def take(request: Request) -> None:
         async for output in worker.submit(request):
             if output.finish in ("abort", "error"):

@@ -27,7 +27,7 @@ from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import ModelManager
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.model import runner
 from mlxspec.model.batch import Forward
 from mlxspec.model.runner import Runner
@@ -77,8 +77,8 @@ POINTS: list[tuple[Any, str]] = [
     (Scheduler, "commit"),
     (Engine, "_advance"),
     (KVOffloader, "poll"),
-    (Worker, "_publish"),
-    (Worker, "_deliver"),  # on the event loop's thread
+    (EngineThread, "_publish"),
+    (EngineThread, "_deliver"),  # on the event loop's thread
 ]
 
 
@@ -105,11 +105,11 @@ class Fault:
 
 
 @contextmanager
-def served(path: Path, cache: Path, **change: Any) -> Iterator[tuple[ASGIApp, Worker]]:
+def served(path: Path, cache: Path, **change: Any) -> Iterator[tuple[ASGIApp, EngineThread]]:
     settings: dict[str, Any] = dict(port=0, kv_blocks=256, max_sequences=4, cache_dir=str(cache))
     app = process._load(Config(model=str(path), **settings | change))
     worker = app.state.server.worker
-    assert isinstance(worker, Worker)
+    assert isinstance(worker, EngineThread)
     try:
         yield app, worker
     finally:
@@ -126,7 +126,7 @@ def assert_(found: bool) -> None:
     assert found
 
 
-async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, int], Answer]:
+async def asked(app: ASGIApp, worker: EngineThread, fault: Fault) -> dict[tuple[str, int], Answer]:
     """Every API's answers, streamed and whole, some of them queued, that the fault overtook."""
     (engine,) = worker._manager._engines()
     gate = threading.Event()
@@ -215,7 +215,7 @@ def test_no_memory_for_a_step_ends_it(
         asyncio.run(main())
 
 
-async def ended(worker: Worker) -> bool:
+async def ended(worker: EngineThread) -> bool:
     await until(lambda: not worker._thread.is_alive())
     return not worker.alive() and not worker._mailboxes
 
@@ -364,12 +364,12 @@ from pathlib import Path
 from mlxspec import blas
 blas.load()
 from mlxspec.cli import main
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.model.batch import Forward
 from mlxspec.model.runner import Runner
 
 owner, name = sys.argv.pop(1).split("."), Path(sys.argv.pop(1))
-of = {"Runner": Runner, "Forward": Forward, "Worker": Worker}[owner[0]]
+of = {"Runner": Runner, "Forward": Forward, "EngineThread": EngineThread}[owner[0]]
 whole = getattr(of, owner[1])
 
 def breaks(*args):
@@ -385,7 +385,7 @@ main()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
-    ["Runner.forward", "Forward.read", "Worker._deliver"],
+    ["Runner.forward", "Forward.read", "EngineThread._deliver"],
 )
 def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None:
     trigger, body = (

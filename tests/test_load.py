@@ -27,7 +27,7 @@ import uvicorn
 
 from mlxspec.config import Config
 from mlxspec.engine import worker as door
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
@@ -47,7 +47,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Served:
-    worker: Worker
+    worker: EngineThread
     server: uvicorn.Server
     app: Any
     port: int
@@ -79,7 +79,7 @@ def served(
         return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
     path = save_tokenizer(root / "model", extra=PSM)
-    worker = Worker(tiny.manager(start), max_sequences=slots, max_queue=queue)
+    worker = EngineThread(tiny.manager(start), max_sequences=slots, max_queue=queue)
     worker.launch()
     try:
         app = create_app(

@@ -35,7 +35,7 @@ UNLOAD_S = 0.5  # likewise, while other models wait
 LARGE = 0.6  # of the machine's memory: macOS was seen to page out larger weights
 RELEASE_S = 4.0  # of idleness, after which buffers are freed that the next step would use again
 MAX_SKIPPED_STEPS = 8  # steps of models with more important requests before one of another's
-RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
+RELOAD_S = 10.0  # after a failed load; until then requests are answered with its error
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
 
@@ -225,7 +225,7 @@ class ModelManager:
             except UserError as error:  # loading may have changed the limits it was checked with
                 return end_of(order, "error", error=str(error), fault="prompt")
             return []
-        elif slot.error and self.clock() - slot.failed < RETRY_S:
+        elif slot.error and self.clock() - slot.failed < RELOAD_S:
             return end_of(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
         return []

@@ -66,8 +66,8 @@ class Mailbox:
         self.running -= output.finish is not None
 
 
-class Worker:
-    """Runs a ModelManager on a thread of its own.
+class EngineThread:
+    """Runs a ModelManager on a thread of its own, the engine thread.
 
     `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any thread. Up to
     `max_sequences` + `max_queue` choices run or wait, of all models together; what is background

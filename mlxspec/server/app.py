@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from mlxspec import metrics
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
 from mlxspec.server import anthropic, embeddings, library, ollama, page, rerank
@@ -35,7 +35,7 @@ from mlxspec.types import Served
 
 
 def create_app(
-    worker: Worker,
+    worker: EngineThread,
     tokenizer: Tokenizer,
     path: Path,
     config: Config,

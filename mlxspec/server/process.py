@@ -132,7 +132,7 @@ def _exit(status: int) -> NoReturn:
 def _load(config: Config, load_on_request: bool = False) -> Starlette:
     """The application, with the default model loaded unless `load_on_request`."""
     blas.load()
-    from mlxspec.engine.worker import Worker
+    from mlxspec.engine.worker import EngineThread
     from mlxspec.load.manager import make_manager
     from mlxspec.load.resolve import resolve_models
     from mlxspec.model.parallel import RankLost, join
@@ -142,7 +142,7 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     group = join(config.ranks) if "MLX_RANK" in os.environ else None
     chosen, *others = resolve_models(config)
     group = group or join(config.ranks, flags)
-    worker = Worker(
+    worker = EngineThread(
         make_manager([chosen, *others], config, load_on_request, group=group),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,

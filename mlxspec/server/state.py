@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from mlxspec import log
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.files import read_json, stamp
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import folder_name
@@ -85,7 +85,7 @@ class ServerState:
     remark for /health, such as safe mode. `live` has functions that make the rows of running
     generations, by id; `finished` has the rows of the last ones."""
 
-    worker: Worker
+    worker: EngineThread
     config: Config
     metrics: Metrics
     paths: dict[str, Path]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
@@ -59,7 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Reco
         engine = tiny.engine(tiny.model("qwen3"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
         return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
-    worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
+    worker = EngineThread(tiny.manager(start), max_sequences=8, max_queue=16)
     worker.launch()
     recorder = Recorder(create_app(worker, load_tokenizer(path), path, Config()))
     with live(recorder) as url:

@@ -11,7 +11,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.memory import CRITICAL, HOLD_S, NORMAL, WARN, MemoryMonitor
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import Busy, ModelInfo
@@ -170,17 +170,19 @@ def monitor() -> MemoryMonitor:
 
 
 @pytest.fixture
-def worker(monitor: MemoryMonitor) -> Iterator[Worker]:
+def worker(monitor: MemoryMonitor) -> Iterator[EngineThread]:
     info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1000, 234, 0)
     manager = tiny.manager(lambda: (tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB), info))
     manager.monitor = monitor
-    w = Worker(manager, max_sequences=8)
+    w = EngineThread(manager, max_sequences=8)
     w.launch()
     yield w
     w.stop()
 
 
-def test_a_worker_refuses_while_memory_is_critical(worker: Worker, monitor: MemoryMonitor) -> None:
+def test_a_worker_refuses_while_memory_is_critical(
+    worker: EngineThread, monitor: MemoryMonitor
+) -> None:
     plain = tiny.Plain(tiny.model("qwen3"))
 
     async def main() -> None:
@@ -213,7 +215,7 @@ def test_an_idle_worker_frees_snapshots(monitor: MemoryMonitor, monkeypatch: Any
     info = ModelInfo("tiny", 512, tiny.VOCAB, "rect", 8, 1000, 234, 0)
     manager = tiny.manager(lambda: (tiny.engine(tiny.model("mamba2"), layout="rect"), info))
     manager.monitor = monitor
-    worker = Worker(manager, max_sequences=8)
+    worker = EngineThread(manager, max_sequences=8)
     worker.launch()
 
     async def main() -> None:
@@ -235,7 +237,7 @@ def test_an_idle_worker_frees_snapshots(monitor: MemoryMonitor, monkeypatch: Any
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_a_client_sees_429(
-    path: str, worker: Worker, monitor: MemoryMonitor, tmp_path: Path
+    path: str, worker: EngineThread, monitor: MemoryMonitor, tmp_path: Path
 ) -> None:
     save_tokenizer(tmp_path)
     server = Server(worker, create_app(worker, load_tokenizer(tmp_path), tmp_path, Config()))

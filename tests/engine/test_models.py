@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from mlxspec.config import Config
 from mlxspec.engine import models as module
-from mlxspec.engine.models import RETRY_S, LoadCommand, ModelManager, ModelSlot
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.models import RELOAD_S, LoadCommand, ModelManager, ModelSlot
+from mlxspec.engine.worker import EngineThread
 from mlxspec.load.loader import load_engine
 from mlxspec.types import (
     BACKGROUND,
@@ -59,21 +59,21 @@ def load(name: str) -> tuple[Any, ModelInfo]:
     return tiny.engine(tiny.model(KINDS[name]), vocab=tiny.VOCAB), replace(INFO, name=name)
 
 
-def make(names: str = "ab", most: int = 1, starts: Any = None, **kw: Any) -> Worker:
-    """A worker with models of these names; `starts` replaces how some are loaded."""
+def make(names: str = "ab", most: int = 1, starts: Any = None, **kw: Any) -> EngineThread:
+    """An engine thread with models of these names; `starts` replaces how some are loaded."""
 
     def start_of(name: str) -> Callable[[], Any]:
         return (starts or {}).get(name) or (lambda: load(name))
 
     members = [ModelSlot(start_of(name), replace(INFO, name=name)) for name in names]
-    return Worker(ModelManager(members, room(most), **kw), max_sequences=16, max_queue=64)
+    return EngineThread(ModelManager(members, room(most), **kw), max_sequences=16, max_queue=64)
 
 
 @pytest.fixture
 def launched() -> Any:
-    made: list[Worker] = []
+    made: list[EngineThread] = []
 
-    def launch(*args: Any, **kw: Any) -> Worker:
+    def launch(*args: Any, **kw: Any) -> EngineThread:
         made.append(make(*args, **kw))
         made[-1].launch()
         return made[-1]
@@ -88,7 +88,7 @@ async def collect(stream: Any) -> list[Output]:
         return [o async for o in stream]
 
 
-def ask(worker: Worker, model: str, name: str, n: int = 8, **kw: Any) -> Any:
+def ask(worker: EngineThread, model: str, name: str, n: int = 8, **kw: Any) -> Any:
     seed = sum(map(ord, name))
     return worker.submit(replace(tiny.request(name, [seed % 300, 1, 2], n, **kw), model=model))
 
@@ -97,7 +97,7 @@ def right(outputs: list[Output], model: str, name: str, n: int = 8) -> bool:
     return tiny.tokens(outputs, name) == PLAIN[model]([sum(map(ord, name)) % 300, 1, 2], n)
 
 
-def states(worker: Worker) -> dict[str, str]:
+def states(worker: EngineThread) -> dict[str, str]:
     return {name: served.status for name, served in worker.models.items()}
 
 
@@ -189,7 +189,7 @@ def test_a_failed_load_is_reported(launched: Any) -> None:
             UserError, match=r"b cannot be loaded: RuntimeError: \[metal::malloc\] no more of it$"
         ):
             await worker.load("b")  # a new request for it is accepted
-        clock.now += RETRY_S
+        clock.now += RELOAD_S
         assert "broken" in (await collect(ask(worker, "b", "later")))[0].error and len(tries) == 3
         assert right(await collect(good), "a", "good", 40)
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.types import BACKGROUND, Busy, Dead, ModelInfo, Output, Request, UserError
 from tests.support import tiny
 
 INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 0, 0, 0)
 
 
-def make(**kw) -> Worker:
+def make(**kw) -> EngineThread:
     def start():
         return tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB, **kw), INFO
 
-    return Worker(tiny.manager(start), max_sequences=8, max_queue=4)
+    return EngineThread(tiny.manager(start), max_sequences=8, max_queue=4)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def collect(stream) -> list[Output]:
         return [o async for o in stream]
 
 
-def test_streams_carry_the_tokens(worker: Worker) -> None:
+def test_streams_carry_the_tokens(worker: EngineThread) -> None:
     plain = tiny.Plain(tiny.model("qwen3"))
 
     async def main():
@@ -48,7 +48,7 @@ def test_streams_carry_the_tokens(worker: Worker) -> None:
         assert [o.finish for o in outputs][-1] == "length"
 
 
-def test_finished_requests_are_dropped(worker: Worker) -> None:
+def test_finished_requests_are_dropped(worker: EngineThread) -> None:
     async def main():
         before = worker._progress
         await collect(worker.submit(tiny.request("r", [1], 3)))
@@ -100,7 +100,7 @@ def test_a_program_ends_cleanly_without_stop(how: str, status: int) -> None:
     assert done.returncode == status, done.stderr
 
 
-def test_choices_end_one_by_one(worker: Worker) -> None:
+def test_choices_end_one_by_one(worker: EngineThread) -> None:
     async def main():
         return await collect(
             worker.submit(tiny.request("r", [1, 2], 6, temperature=1.0, choices=3))
@@ -111,7 +111,7 @@ def test_choices_end_one_by_one(worker: Worker) -> None:
     assert all(len(tiny.tokens(outputs, "r", i)) == 6 for i in range(3))
 
 
-def test_abort_ends_the_stream_and_frees_the_blocks(worker: Worker) -> None:
+def test_abort_ends_the_stream_and_frees_the_blocks(worker: EngineThread) -> None:
     async def main():
         stream = worker.submit(tiny.request("r", [1, 2, 3], 400))
         first = await anext(stream)
@@ -127,7 +127,7 @@ def test_abort_ends_the_stream_and_frees_the_blocks(worker: Worker) -> None:
     assert tiny.stats(worker).blocks_used == 0
 
 
-def test_abort_of_one_choice_leaves_the_others(worker: Worker) -> None:
+def test_abort_of_one_choice_leaves_the_others(worker: EngineThread) -> None:
     async def main():
         stream = worker.submit(tiny.request("r", [1, 2, 3], 50, temperature=1.0, choices=2))
         await anext(stream)
@@ -138,7 +138,7 @@ def test_abort_of_one_choice_leaves_the_others(worker: Worker) -> None:
     assert ends == {0: "abort", 1: "length"}
 
 
-def test_a_full_queue_is_refused_with_a_time(worker: Worker) -> None:
+def test_a_full_queue_is_refused_with_a_time(worker: EngineThread) -> None:
     async def main():
         streams = [worker.submit(tiny.request(f"r{i}", [1], 30)) for i in range(12)]
         with pytest.raises(Busy) as refused:
@@ -152,7 +152,7 @@ def test_a_full_queue_is_refused_with_a_time(worker: Worker) -> None:
     assert all(d[-1].finish == "length" for d in done) and again[-1].finish == "length"
 
 
-def test_the_background_leaves_places_for_others(worker: Worker) -> None:
+def test_the_background_leaves_places_for_others(worker: EngineThread) -> None:
     """A queue full of it refuses nobody who waits for an answer; an empty one takes any of it."""
 
     def background(name: str, choices: int = 1) -> Request:
@@ -171,7 +171,7 @@ def test_the_background_leaves_places_for_others(worker: Worker) -> None:
     assert all(o[-1].finish == "length" for o in asyncio.run(main()))
 
 
-def test_requests_are_queued_together_or_not_at_all(worker: Worker) -> None:
+def test_requests_are_queued_together_or_not_at_all(worker: EngineThread) -> None:
     """What is left of the queue holds one of two requests: neither runs."""
 
     async def main():
@@ -185,7 +185,7 @@ def test_requests_are_queued_together_or_not_at_all(worker: Worker) -> None:
     assert {o.request for o in outputs if o.finish == "length"} == {f"r{i}" for i in range(11)}
 
 
-def test_an_invalid_request_ends_alone(worker: Worker) -> None:
+def test_an_invalid_request_ends_alone(worker: EngineThread) -> None:
     async def main():
         good = worker.submit(tiny.request("good", [1, 2], 20))
         bad = worker.submit(tiny.request("bad", range(512), 20, choices=2))
@@ -217,7 +217,7 @@ def test_a_dead_engine_fails_all_requests() -> None:
     assert not worker.alive()
 
 
-def test_a_stop_fails_all_requests(worker: Worker) -> None:
+def test_a_stop_fails_all_requests(worker: EngineThread) -> None:
     async def main():
         stream = worker.submit(tiny.request("r", [1, 2], 400))
         await anext(stream)
@@ -230,7 +230,7 @@ def test_a_stop_fails_all_requests(worker: Worker) -> None:
     assert "stopping" in asyncio.run(main())[-1].error
 
 
-def test_an_unknown_abort_is_not_a_stall(worker: Worker) -> None:
+def test_an_unknown_abort_is_not_a_stall(worker: EngineThread) -> None:
     worker._progress -= 100
     worker.abort("nobody")
     assert worker.stalled() < 50
@@ -241,10 +241,10 @@ def test_loading_errors_reach_the_caller() -> None:
         raise UserError("no such model")
 
     with pytest.raises(UserError, match="no such model"):
-        Worker(tiny.manager(start)).launch()
+        EngineThread(tiny.manager(start)).launch()
 
 
-def test_health_is_progress(worker: Worker) -> None:
+def test_health_is_progress(worker: EngineThread) -> None:
     assert worker.alive() and worker.stalled() == 0.0
 
     async def main():
@@ -258,7 +258,7 @@ def test_health_is_progress(worker: Worker) -> None:
     assert worker.stalled() > 99
 
 
-def test_drain_waits_then_aborts(worker: Worker) -> None:
+def test_drain_waits_then_aborts(worker: EngineThread) -> None:
     async def main():
         short = worker.submit(tiny.request("short", [1], 5))
         assert not worker.draining
@@ -283,7 +283,7 @@ def test_drain_waits_then_aborts(worker: Worker) -> None:
     assert not second.alive()
 
 
-def test_unread_outputs_are_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_outputs_are_bounded(worker: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices that run are ended."""
     monkeypatch.setattr("mlxspec.engine.worker.MAX_UNREAD", 30)
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import ModelManager, ModelSlot
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.load.loader import load_engine
 from mlxspec.speculate import calibrate
 from mlxspec.speculate.calibrate import MEASURED
@@ -129,7 +129,7 @@ def test_a_request_that_arrives_ends_the_measurement(
             return real(*args, **how)
 
         monkeypatch.setattr(calibrate, "time_step", slow)
-        worker = Worker(ModelManager([ModelSlot(lambda: (e, info), info)]))
+        worker = EngineThread(ModelManager([ModelSlot(lambda: (e, info), info)]))
         worker.launch()
         await arrived.wait()
         outputs = [output async for output in worker.submit(Request("r", (1, 2, 3), 4))]
@@ -157,7 +157,7 @@ def test_a_measurement_that_fails_is_given_up(
         monkeypatch.setattr(HeadDrafter, "measure", lambda *_: 1 / 0)
 
     async def session() -> None:
-        worker = Worker(ModelManager([ModelSlot(lambda: (e, info), info)]))
+        worker = EngineThread(ModelManager([ModelSlot(lambda: (e, info), info)]))
         worker.launch()
         while e.idle_work:
             await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ import pytest
 from anthropic import Anthropic
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
@@ -35,7 +35,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Anthropic]:
         )
         return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 32, 1, 1, 1_700_000_000)
 
-    worker = Worker(tiny.manager(start), max_sequences=4, max_queue=16)
+    worker = EngineThread(tiny.manager(start), max_sequences=4, max_queue=16)
     worker.launch()
     with live(create_app(worker, load_tokenizer(path), path, Config())) as base:
         with Anthropic(base_url=base, api_key="none", max_retries=0, timeout=600) as made:

@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.server.embeddings import embed
 from mlxspec.server.openai.schema import Embeddings
@@ -31,7 +31,7 @@ TEXTS = ["hello world", "the system and the user", "a", "you and the other one i
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator[EngineThread]:
     with tiny_worker("qwen3", CONTEXT, max_sequences=4, max_queue=4) as made:
         yield made
 
@@ -42,7 +42,7 @@ def config() -> Config:
 
 
 @pytest.fixture
-def app(worker: Worker, tokenizer: Any, model_dir: Path, config: Config) -> Any:
+def app(worker: EngineThread, tokenizer: Any, model_dir: Path, config: Config) -> Any:
     return create_app(worker, tokenizer, model_dir, config)
 
 
@@ -56,7 +56,7 @@ def truth(ids: Sequence[int], mean: bool = False, dimensions: int | None = None)
     return pooled / np.linalg.norm(pooled)
 
 
-async def test_texts(app: Any, tokenizer: Any, worker: Worker) -> None:
+async def test_texts(app: Any, tokenizer: Any, worker: EngineThread) -> None:
     answer = (await ask(app, TEXTS, model="tiny", user="me")).json
     ids = [encode(tokenizer, text) for text in TEXTS]
     tokens = sum(map(len, ids))
@@ -112,7 +112,7 @@ async def test_base64_and_dimensions(app: Any, tokenizer: Any) -> None:
 
 
 async def test_too_many_dimensions_are_refused_before_the_work(
-    app: Any, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    app: Any, worker: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted: list[Any] = []
     plain = worker.submit
@@ -127,7 +127,7 @@ async def test_fields_of_completions_are_ignored_and_named(app: Any) -> None:
 
 
 async def test_a_full_queue_loses_no_work(
-    app: Any, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    app: Any, worker: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the first vector it is an error, after that the rest waits."""
     calls = 0
@@ -193,7 +193,7 @@ async def test_refused(app: Any, given: Any, body: Any, param: str, text: str) -
     ],
 )
 async def test_pooling_is_the_models(
-    worker: Worker, tokenizer: Any, tmp_path: Path, pooling: Any, mean: bool
+    worker: EngineThread, tokenizer: Any, tmp_path: Path, pooling: Any, mean: bool
 ) -> None:
     place = tmp_path / "1_Pooling"
     place.mkdir()
@@ -205,7 +205,7 @@ async def test_pooling_is_the_models(
 
 @pytest.mark.parametrize("file", ["1_Pooling", "2_Dense"])
 async def test_what_is_not_supported_is_refused(
-    worker: Worker, tokenizer: Any, tmp_path: Path, file: str
+    worker: EngineThread, tokenizer: Any, tmp_path: Path, file: str
 ) -> None:
     modes = {"pooling_mode_cls_token" if file == "1_Pooling" else "pooling_mode_mean_tokens": True}
     (tmp_path / "1_Pooling").mkdir()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode, load_tokenizer
 from tests.support import tiny
@@ -172,12 +172,12 @@ PREFIX = "def hello(world):\n" + "    the = a + world\n" * 4
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator[EngineThread]:
     with tiny_worker("qwen3", CONTEXT, "lookup", max_sequences=8, max_queue=16) as made:
         yield made
 
 
-async def complete(worker: Worker, known: tuple[Any, Path], **body: Any) -> Any:
+async def complete(worker: EngineThread, known: tuple[Any, Path], **body: Any) -> Any:
     app = create_app(worker, *known, Config())
     body = {"temperature": 0, **body}
     answer = await Connection(app, "/v1/completions", body).answer()
@@ -185,7 +185,7 @@ async def complete(worker: Worker, known: tuple[Any, Path], **body: Any) -> Any:
     return answer.json
 
 
-async def test_typing_is_cached(worker: Worker, spm: tuple[Any, Path]) -> None:
+async def test_typing_is_cached(worker: EngineThread, spm: tuple[Any, Path]) -> None:
     """Thirty keystrokes before a long suffix, one request each."""
     typed = "    for user in the systems: a"
     assert len(typed) == 30
@@ -199,7 +199,7 @@ async def test_typing_is_cached(worker: Worker, spm: tuple[Any, Path]) -> None:
 
 @pytest.mark.parametrize("order", ["psm", "spm"])
 async def test_equal_to_a_prompt_made_by_hand(
-    worker: Worker, order: str, request: pytest.FixtureRequest
+    worker: EngineThread, order: str, request: pytest.FixtureRequest
 ) -> None:
     """Token by token, with copies from the suffix tried as drafts."""
     known = request.getfixturevalue(order)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.load.manager import make_manager
 from mlxspec.load.resolve import resolve_models
 from mlxspec.server.app import create_app
@@ -65,7 +65,7 @@ class Library:
 def library(model: Path, cache: Path, **changed: Any) -> Iterator[Library]:
     config = Config(model=str(model), cache_dir=str(cache), **{**QUICK, **changed})
     [first] = resolve_models(config)
-    worker = Worker(make_manager([first], config))
+    worker = EngineThread(make_manager([first], config))
     worker.launch()
     app = create_app(worker, first.tokenizer, first.path, config)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo
@@ -40,21 +40,21 @@ LOGPROBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def worker(tokenizer: Any) -> Iterator[Worker]:
+def worker(tokenizer: Any) -> Iterator[EngineThread]:
     [bad] = encode(tokenizer, BAD, special=False)
 
     def start() -> Any:
         engine = tiny.engine(spoilt_model("qwen3", bad), blocks=128, vocab=tiny.VOCAB)
         return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
-    made = Worker(tiny.manager(start), max_sequences=8, max_queue=64)
+    made = EngineThread(tiny.manager(start), max_sequences=8, max_queue=64)
     made.launch()
     yield made
     made.stop()
 
 
 @pytest.fixture
-def app(worker: Worker, tokenizer: Any, model_dir: Path) -> Any:
+def app(worker: EngineThread, tokenizer: Any, model_dir: Path) -> Any:
     return create_app(worker, tokenizer, model_dir, Config(max_sequences=8, max_queue=64))
 
 
@@ -148,7 +148,7 @@ async def test_embeddings(app: Any, more: dict[str, Any]) -> None:
     assert answer.status == 200 and len(answer.json["data"]) == 2
 
 
-async def test_figures_are_numbers(app: Any, worker: Worker) -> None:
+async def test_figures_are_numbers(app: Any, worker: EngineThread) -> None:
     await ask(app, CHAT, BAD, stream=True)
     for url in ("/health", "/v1/models", "/page/now"):
         answer = await Connection(app, url, method="GET").answer()

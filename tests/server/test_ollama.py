@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode, render_chat
 from mlxspec.types import Served
@@ -389,7 +389,7 @@ async def test_the_real_engine_says_the_same_in_any_api(tokenizer: Any, model_di
         engine = tiny.engine(tiny.model("llama"), blocks=64, context=512, vocab=tiny.VOCAB)
         return engine, replace(INFO, vocab=tiny.VOCAB)
 
-    worker = Worker(tiny.manager(start), max_sequences=4, max_queue=4)
+    worker = EngineThread(tiny.manager(start), max_sequences=4, max_queue=4)
     worker.launch()
     try:
         s = Server(None, create_app(worker, tokenizer, model_dir, Config()))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
@@ -93,7 +93,7 @@ def serving(path: Path, config: Config) -> Iterator[str]:
         attach(engine, "lookup")
         return engine, ModelInfo(NAME, 512, tiny.VOCAB, "rows", 8, 1 << 20, 1 << 20, 1_700_000_000)
 
-    worker = Worker(tiny.manager(start), max_sequences=4, max_queue=64)
+    worker = EngineThread(tiny.manager(start), max_sequences=4, max_queue=64)
     worker.launch()
     try:
         with live(create_app(worker, load_tokenizer(path), path, config)) as base:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from tests.support import disk_cache, tiny
 from tests.support.scripted import INFO, Connection
@@ -30,7 +30,7 @@ async def test_an_answer_that_its_client_ends(
         disk_cache.attach(engine, tmp_path)
         return engine, INFO
 
-    worker = Worker(tiny.manager(start))
+    worker = EngineThread(tiny.manager(start))
     worker.launch()
     app = create_app(worker, tokenizer, model_dir, Config())
     body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0.8, "seed": 3, "ignore_eos": True}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.server.rerank import HEAD, PAIR, TAIL, TASK
 from mlxspec.text.chat import encode, load_tokenizer
@@ -56,7 +56,7 @@ def served(path: Path, model: Any) -> Iterator[Callable[[str], httpx.Client]]:
                 engine = tiny.engine(model, blocks=256, context=1024, vocab=tiny.VOCAB)
                 return engine, ModelInfo(name, 1024, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
-            worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
+            worker = EngineThread(tiny.manager(start), max_sequences=8, max_queue=16)
             worker.launch()
             stack.callback(worker.stop)
             app = create_app(worker, load_tokenizer(path), path, Config())

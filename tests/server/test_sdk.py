@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
 from tests.support import tiny
@@ -27,13 +27,13 @@ CONTEXT = 512
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator[EngineThread]:
     with tiny_worker("llama", CONTEXT, max_sequences=8, max_queue=16) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def url(worker: Worker, tokenizer: Any, model_dir: Any) -> Iterator[str]:
+def url(worker: EngineThread, tokenizer: Any, model_dir: Any) -> Iterator[str]:
     with live(create_app(worker, tokenizer, model_dir, Config())) as base:
         yield base
 
@@ -60,7 +60,7 @@ def text_of(stream: Any, index: int = 0) -> str:
     )
 
 
-def running(worker: Worker) -> int:
+def running(worker: EngineThread) -> int:
     stats = tiny.stats(worker)
     return stats.running + stats.waiting
 
@@ -174,7 +174,7 @@ def test_log_probabilities(client: OpenAI, tokenizer: Any, anyio_backend: str) -
     ] == content
 
 
-def test_stop_strings(client: OpenAI, worker: Worker, anyio_backend: str) -> None:
+def test_stop_strings(client: OpenAI, worker: EngineThread, anyio_backend: str) -> None:
     whole = ask(client, max_tokens=64).choices[0].message.content
     stop = whole[len(whole) // 2 :][:3]
     expected = whole[: whole.index(stop)]
@@ -263,7 +263,7 @@ class Pick(BaseModel):
     n: Literal[1, 2]
 
 
-def test_structured_answers(client: OpenAI, worker: Worker, anyio_backend: str) -> None:
+def test_structured_answers(client: OpenAI, worker: EngineThread, anyio_backend: str) -> None:
     """By the SDK's own schema, of weights that mean nothing, streamed and whole."""
     messages: Any = [{"role": "user", "content": "hello"}]
     for seed in range(6):
@@ -313,7 +313,7 @@ def test_max_tokens_beyond_the_window_is_clamped(client: OpenAI, anyio_backend: 
 
 
 def test_a_cancelled_stream_frees_its_blocks(
-    client: OpenAI, worker: Worker, anyio_backend: str
+    client: OpenAI, worker: EngineThread, anyio_backend: str
 ) -> None:
     stream = ask(client, max_tokens=CONTEXT, stream=True, text="a long one")
     next(iter(stream))
@@ -324,7 +324,7 @@ def test_a_cancelled_stream_frees_its_blocks(
         time.sleep(0.01)
 
 
-async def test_sixteen_streams_at_once(url: str, worker: Worker) -> None:
+async def test_sixteen_streams_at_once(url: str, worker: EngineThread) -> None:
     """Each says what it says alone, although they share the engine's steps."""
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60

@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo
@@ -233,7 +233,7 @@ def test_a_conversation_with_the_real_engine(tokenizer: Any, model_dir: Path) ->
         engine = tiny.engine(tiny.model("llama"), blocks=256, context=512, vocab=tiny.VOCAB)
         return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
-    worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
+    worker = EngineThread(tiny.manager(start), max_sequences=8, max_queue=16)
     worker.launch()
     try:
         app = create_app(worker, tokenizer, model_dir, Config())

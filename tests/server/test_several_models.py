@@ -16,7 +16,7 @@ from openai import NotFoundError, OpenAI
 
 from mlxspec.config import Config
 from mlxspec.engine.models import ModelManager, ModelSlot
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server import state as front_module
 from mlxspec.server.app import create_app
 from mlxspec.server.errors import ApiError
@@ -349,7 +349,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return "it is too large" if slot.info.name == "huge" else "full" if staying else ""
 
     members = [loads("one", "qwen3"), loads("two", "llama"), loads("huge", "llama")]
-    worker = Worker(ModelManager(members, memory_check), max_sequences=8, max_queue=16)
+    worker = EngineThread(ModelManager(members, memory_check), max_sequences=8, max_queue=16)
     worker.launch()
     tokenizer = front_module.load_tokenizer(one)
     app = create_app(worker, tokenizer, one, Config(keepalive_s=0.1), {"two": two, "huge": two})

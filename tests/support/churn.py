@@ -25,7 +25,7 @@ import mlx.core as mx  # noqa: E402  after BLAS
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
-from mlxspec.engine.worker import Worker  # noqa: E402
+from mlxspec.engine.worker import EngineThread  # noqa: E402
 from mlxspec.load.loader import load_engine  # noqa: E402
 from mlxspec.model import meter  # noqa: E402
 from mlxspec.types import BACKGROUND, ModelInfo, Request, Sampling  # noqa: E402
@@ -104,7 +104,9 @@ def info(kind: str) -> ModelInfo:
     return ModelInfo(kind, 256, tiny.VOCAB, "", 8, 0, 0, 0)
 
 
-async def drive(worker: Worker, seconds: float, seen: Seen, tell: Callable[[str], None]) -> None:
+async def drive(
+    worker: EngineThread, seconds: float, seen: Seen, tell: Callable[[str], None]
+) -> None:
     all_of = asks()
     truth = quiet(all_of)
     rng, began, told = random.Random(3), time.monotonic(), 0.0
@@ -152,7 +154,7 @@ def churn(seconds: float, tell: Callable[[str], None] = lambda line: None) -> Se
     """Raises AssertionError for a wrong answer and for what leaked."""
     seen = Seen()
     with tempfile.TemporaryDirectory() as root:
-        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64)
+        worker = EngineThread(fleet(Path(root)), max_sequences=5, max_queue=64)
         worker.launch()
         asyncio.run(drive(worker, seconds, seen, tell))
         stats = tiny.stats(worker)

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from mlxspec.config import Config
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import EngineThread
 from mlxspec.server.process import bind, make_server
 from mlxspec.types import ModelInfo
 from tests.support import tiny
@@ -19,7 +19,9 @@ from tests.support.drafters import attach
 
 
 @contextmanager
-def tiny_worker(kind: str, context: int, drafter: str = "", **bounds: int) -> Iterator[Worker]:
+def tiny_worker(
+    kind: str, context: int, drafter: str = "", **bounds: int
+) -> Iterator[EngineThread]:
     """The real engine's thread with a tiny random model, until the block ends."""
 
     def start() -> Any:
@@ -28,7 +30,7 @@ def tiny_worker(kind: str, context: int, drafter: str = "", **bounds: int) -> It
             attach(engine, drafter)
         return engine, ModelInfo("tiny", context, tiny.VOCAB, "rows", 8, 1, 1, 1_700_000_000)
 
-    made = Worker(tiny.manager(start), **bounds)
+    made = EngineThread(tiny.manager(start), **bounds)
     made.launch()
     yield made
     made.stop()

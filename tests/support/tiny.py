@@ -203,7 +203,7 @@ class Plain:
 
 
 def stats(worker: Any) -> Stats:
-    """Of all models of a worker together; what is not a number is left out."""
+    """Of all models of an engine thread together; what is not a number is left out."""
     merged: dict[str, Any] = {}
     for served in worker.models.values():
         for name, value in asdict(served.stats).items():

@@ -102,9 +102,10 @@ class PrefixMatch:
 
 @dataclass
 class KVCacheManager:
-    """`pool` is that of full attention; `states` is None without recurrent layers.
+    """The pools and states of one model: prefix match, allocation, freeing.
 
-    `groups` and `pools` are all of them: full attention first, then the windows."""
+    `pool` is that of full attention; `states` is None without recurrent layers. `groups` and
+    `pools` are all of them: full attention first, then the windows."""
 
     pool: BlockPool
     windows: Sequence[Window]

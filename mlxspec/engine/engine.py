@@ -67,7 +67,7 @@ class Engine:
     step_seconds: float = 0.0  # of the last step; 0: the disk took part of it
     monitor: MemoryMonitor | None = None
     idle_work: Callable[[Check], None] | None = None  # measurements left over from a first start
-    exact: str = ""  # ModelInfo's, once these have found it out
+    exact: str = ""  # new text for ModelInfo.exact, from idle_work; "": unchanged
     in_flight: Step | None = None  # submitted and not read
     _pressure: int = NORMAL
     _disk_busy: bool = False  # blocks were moved to or from the disk after the last step

@@ -1,8 +1,8 @@
 """The kernels' specification in plain MLX ops: attention over pages, sampling; products are in
 reference_matmul.
 
-Rule: every Metal kernel must equal its function there. Pools are [kv_heads, slots, dim], so that a
-gathered block is contiguous within its head.
+Rule: every Metal kernel must equal its function in one of the two. Pools are [kv_heads, slots,
+dim], so that a gathered block is contiguous within its head.
 """
 
 from collections.abc import Mapping, Sequence

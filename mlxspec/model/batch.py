@@ -114,10 +114,11 @@ def build_inputs(
     spans: Spans,
     previous: Forward[SpanT] | None,
     shift: Shift,
-    sees: bool = False,
+    keep_image_ids: bool = False,
 ) -> Array:
-    """Input tokens int32 [T] of the spans. Tokens in flight are taken lazily from `previous`. The
-    rows of images are below 0 if the model `sees` them, else 0."""
+    """Input tokens int32 [T] of the spans. Tokens in flight are taken lazily from `previous`. With
+    `keep_image_ids` the rows of images keep their ids, which are below 0; else these are 0, which
+    any model can embed."""
     host: list[int] = []  # with a 0 for each token that it has not read
     # Arrays with lazy tokens, each with the places of these in `host` and in the array.
     lazy: dict[int, tuple[Array, list[int], list[int]]] = {}
@@ -125,7 +126,7 @@ def build_inputs(
     targets: list[int] = []  # and where it goes
     for n, e in enumerate(spans):
         known = e.tokens[e.start : e.start + e.count]
-        if e.state.images and not sees:
+        if e.state.images and not keep_image_ids:
             known = [max(0, token) for token in known]
         host += known
         if e.pending:

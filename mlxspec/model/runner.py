@@ -245,7 +245,7 @@ class Runner:
             shift = previous.shift_of(plan)
             owners = [n for n, e in enumerate(plan) for _ in range(e.num_sampled)]
             row_shift = shift[mx.array(owners)]
-        ids = build_inputs(plan, previous, shift, sees=True)
+        ids = build_inputs(plan, previous, shift, keep_image_ids=True)
         requested = self.view.taps
         pooling = [e for e in plan if e.state.pooling]
         if pooling:

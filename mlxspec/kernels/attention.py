@@ -16,8 +16,8 @@ import numpy as np
 from mlx.core import array as Array
 
 from mlxspec.kernels import cpu, invariant, reference
+from mlxspec.kernels.inputs import Attention, Group, PackingPair, block_array
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
-from mlxspec.kernels.reference import Attention, Group, PackingPair, block_array
 from mlxspec.kernels.trial import Call, Case, Inputs
 from mlxspec.kernels.verify import KERNELS
 

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.core import array as Array
 
-from mlxspec.kernels.reference import Attention, Blocks, Group, block_array, finite, gather
+from mlxspec.kernels.inputs import Attention, Blocks, Group, block_array, gather
+from mlxspec.kernels.reference import finite
 from mlxspec.types import NULL_BLOCK
 
 PART = 128  # slots of a context whose values are summed together, or a block if that is longer

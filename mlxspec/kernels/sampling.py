@@ -13,8 +13,8 @@ import numpy as np
 from mlx.core import array as Array
 
 from mlxspec.kernels import reference
+from mlxspec.kernels.inputs import Draws
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
-from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.trial import Case, Inputs
 from mlxspec.kernels.verify import KERNELS
 

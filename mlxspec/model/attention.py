@@ -17,7 +17,7 @@ from mlxspec.kernels.attention import (
     paged_attention,
     shape_of,
 )
-from mlxspec.kernels.reference import Attention
+from mlxspec.kernels.inputs import Attention
 from mlxspec.model.pages import Pages
 
 _NAME = "scaled_dot_product_attention"

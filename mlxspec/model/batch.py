@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 
-from mlxspec.kernels.reference import Group, block_array
+from mlxspec.kernels.inputs import Group, block_array
 from mlxspec.model.pages import View, slot_index
 from mlxspec.model.recurrent import StateRecorder, by_span
 from mlxspec.model.sampler import Sampled, SampledRow, read

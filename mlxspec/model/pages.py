@@ -15,8 +15,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels.attention import Shape, kernel_alone
+from mlxspec.kernels.inputs import Group, PackingPair, gather
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Group, PackingPair, finite, gather
+from mlxspec.kernels.reference import finite
 from mlxspec.types import Tap, UnsupportedModel
 
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.core import array as Array
 
-from mlxspec.kernels.reference import Draws, allow
+from mlxspec.kernels.inputs import Draws
+from mlxspec.kernels.reference import allow
 from mlxspec.kernels.sampling import sample_accept
 from mlxspec.sequences import Span, Spans
 from mlxspec.types import COLDEST, NARROW, NOT_FINITE, Logprob, Sampling

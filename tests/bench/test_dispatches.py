@@ -18,7 +18,7 @@ from bench.dispatches import Always, config_of, of_engine, of_mlx_lm, rows_of
 from bench.graph import LONG, Compiled, Work, on_metal, work_of
 from mlxspec.kernels import reference, sampling
 from mlxspec.kernels.attention import Shape
-from mlxspec.kernels.reference import Draws
+from mlxspec.kernels.inputs import Draws
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.model import pages
 from tests.support import tiny

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mlxspec.kernels import attention, reference
+from mlxspec.kernels.inputs import Attention, Group
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Attention, Group
 from tests import metalsim
 from tests.kernels import on_simulator
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.kernels import attention, cpu, reference, trial
+from mlxspec.kernels.inputs import Attention
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Attention
 from mlxspec.kernels.trial import Case, Verdict
 from mlxspec.kernels.verify import KERNELS
 from tests import metalsim

@@ -8,7 +8,8 @@ import pytest
 
 from mlxspec.kernels import attention, invariant
 from mlxspec.kernels.attention import ROWS
-from mlxspec.kernels.reference import Attention, Group, paged_attention
+from mlxspec.kernels.inputs import Attention, Group
+from mlxspec.kernels.reference import paged_attention
 from tests import metalsim
 from tests.kernels.test_attention import Step
 from tests.support import dispatch

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.kernels.attention import paged_attention
+from mlxspec.kernels.inputs import Attention, Group
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Attention, Group
 from mlxspec.types import UserError
 
 KINDS = st.tuples(

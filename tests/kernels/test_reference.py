@@ -10,8 +10,8 @@ import pytest
 from bench.graph import on_metal, work_of
 from mlxspec.kernels import reference
 from mlxspec.kernels.attention import paged_attention
+from mlxspec.kernels.inputs import Attention, Group, gather
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Attention, Group, gather
 
 HEADS, KV, DIM, SIZE, BLOCKS = 4, 2, 16, 8, 24
 WIDE = 32  # what a head must divide into to be quantized

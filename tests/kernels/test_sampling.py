@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mlxspec.kernels import reference, sampling
+from mlxspec.kernels.inputs import Draws
 from mlxspec.kernels.metal import source
-from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS, Verdict
 from mlxspec.types import COLDEST, NOT_FINITE
 from tests import metalsim, test_lossless

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.kernels import matmul, sampling
+from mlxspec.kernels.inputs import Draws
 from mlxspec.kernels.metal import SMALLEST
-from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.reference_matmul import Weights
 from tests import metalsim
 from tests.kernels.test_attention import Step, kernel

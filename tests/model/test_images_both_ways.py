@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxspec.config import Config
-from mlxspec.kernels.reference import Group
+from mlxspec.kernels.inputs import Group
 from mlxspec.load.exact import record
 from mlxspec.load.loader import load_engine
 from mlxspec.load.vision import image_error

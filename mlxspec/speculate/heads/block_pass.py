@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.kernels.reference import Blocks, block_array, gather
+from mlxspec.kernels.inputs import Blocks, block_array, gather
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages
 from mlxspec.sequences import Spans

@@ -189,7 +189,7 @@ class Seq:
     @property
     def remaining(self) -> int:
         """Rows left to compute."""
-        return self.known - self.computed
+        return len(self.tokens) + self.pending - self.computed
 
     @property
     def generated(self) -> int:
@@ -198,8 +198,8 @@ class Seq:
     @property
     def room(self) -> int:
         """Tokens that may still be sampled, if everything in flight is accepted."""
-        most = self.prompt_len + self.request.max_tokens
-        return most - self.known - self.inflight_drafts
+        ahead = self.pending + self.inflight_drafts
+        return self.prompt_len + self.request.max_tokens - len(self.tokens) - ahead
 
     def uncut(self, rows: int, alone: bool) -> int:
         """So many next rows, or others, if these would end between rows that see each other: those

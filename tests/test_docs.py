@@ -101,6 +101,31 @@ def test_every_metric_has_its_row() -> None:
     assert written == served
 
 
+def test_the_tree_names_every_module() -> None:
+    """Each in its package, unless that package is one line, and nothing that is not there."""
+    tree = re.search(r"^```\nmlxspec/\n(.*?)^```$", read("ARCHITECTURE.md"), re.M | re.S)
+    assert tree
+    named, package = set[str](), [""]
+    for line in tree[1].splitlines():
+        found = re.match(r"((?:  )+)((?:\w+/?, )*\w+/?)(?: |$)", line)
+        assert found, line
+        del package[len(found[1]) // 2 :]
+        paths = [package[-1] + name for name in found[2].split(", ")]
+        package.append(paths[-1])
+        named.update(paths)
+    packages = [name for name in named if name.endswith("/")]
+    whole = tuple(each for each in packages if sum(name.startswith(each) for name in named) == 1)
+    missing = set(named)
+    for path in (ROOT / "mlxspec").rglob("*.py"):
+        module = path.relative_to(ROOT / "mlxspec")
+        name = str(module.with_suffix(""))
+        if module.stem.startswith("__"):
+            name = f"{module.parent}/"
+        missing.discard(name)
+        assert name in named or name.startswith(whole) or name == "./", name
+    assert missing == set()
+
+
 def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=; ]", line)[0] for line in requirements}
 

@@ -53,8 +53,8 @@ app.add_typer(menubar, name="menubar", rich_help_panel=SERVER)
 
 
 def main() -> None:
-    """Run the command in `sys.argv`. What stdout cannot encode is shown as a question mark, and
-    what stdin has that is no text is read as one."""
+    """Run the command in `sys.argv`. What stdout cannot encode is written as a question mark, and
+    bytes that stdin cannot decode are read as U+FFFD."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

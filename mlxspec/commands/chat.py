@@ -1,7 +1,7 @@
 """`mlxspec chat`: a chat in the terminal with a running server.
 
-Answers go to stdout. Where that is no terminal they go there alone, as plain text, and everything
-else to stderr, reasoning too.
+Answers go to stdout. Where that is not a terminal they are plain text, and everything else goes to
+stderr, reasoning too.
 """
 
 import http.client
@@ -119,7 +119,7 @@ def new_chat(
 
 
 def converse(talk: "Chat") -> None:
-    """Answer what is typed, or the lines of stdin where that is no terminal. There an error ends
+    """Answer what is typed, or the lines of stdin where that is not a terminal. There an error ends
     it; at a terminal only the user does."""
     interactive = sys.stdin.isatty()
     messages: Iterator[str] = split_messages(sys.stdin)
@@ -350,7 +350,7 @@ class Answer:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The value of a field that is no number. Raises ClientError."""
+    """The value of a field other than a number. Raises ClientError."""
     value: Any = None
     with suppress(ValueError, RecursionError):
         value = json.loads(text)

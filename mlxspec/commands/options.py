@@ -29,7 +29,7 @@ class FreeText(str):
 
 
 def names_on_disk() -> list[str]:
-    """The models that a shell completes; no more than their names are looked at."""
+    """The models that a shell completes; only their names are read."""
     from mlxspec.model.hub import installed
 
     return [BUILT_IN, *installed()]

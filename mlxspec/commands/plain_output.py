@@ -1,4 +1,4 @@
-"""What the chat writes where stdout is no terminal: the answers alone; everything else goes to
+"""What the chat writes where stdout is not a terminal: the answers; everything else goes to
 stderr."""
 
 import re
@@ -46,9 +46,9 @@ class PlainAnswer:
 
 
 def strip_control(text: str, before: str = "") -> str:
-    """The text, which goes on after `before`, without what a model could control the terminal with,
-    hide, or reorder: control and format characters. Joiners and the few tags of a flag stay, which
-    emoji and scripts need, and Arabic's marks of numbers, which are visible."""
+    """The text, which follows `before`, without control and format characters, by which a model
+    could control the terminal, or hide or reorder what it shows. Joiners and the few tags of a flag
+    stay, which emoji and scripts need, and Arabic's marks of numbers, which are visible."""
     found = OPEN_FLAG.search(before[-7:])
     begin = found[0] if found else ""
     parts = enumerate(FLAG.split(begin + text))

@@ -1,7 +1,7 @@
 '''What a user types in the chat: one message a line, or several lines that are pasted at once or
 stand between """ and """. What was typed is remembered between runs.
 
-Rule: only the user may read the history; it has a bound, and a disk that takes no file is no error.
+Rule: only the user may read the history; it is bounded, and failing to write it is not an error.
 '''
 
 import json
@@ -57,8 +57,8 @@ def split_messages(lines: Iterable[str]) -> Iterator[str]:
 
 
 def unquote(text: str) -> str:
-    """A message without blanks around it, or the text between the quotes as it is; the blank stays
-    that makes / no command."""
+    """A message without blanks around it, or the text between the quotes as it is. One blank stays
+    before a /, so that this is not read as a command."""
     begin, text = text[:2], text.strip()
     if not text.startswith(QUOTES):
         return f" {text}" if begin == " /" else text

@@ -40,8 +40,9 @@ TIMED = (1, 5, 96)  # rows: plain decoding, with drafts, and of a prompt
 class Exactness:
     """What was found: how to compute rows (None: not looked for yet), and `rows`: how many one
     sequence may have in a step, beside any others, with each row's bits its own, or UNPROVEN; where
-    a model takes no drafts, how many sequences. `why` not for more. `cost`: by how much of its time
-    a step is longer, of one row or with drafts, and of a prompt; None: not measured yet."""
+    a model takes no drafts, how many sequences. `why`: what is against more. `cost`: by what part
+    of its time a step is longer, of one row or with drafts, and of a prompt; None: not measured
+    yet."""
 
     invariance: Invariance | None = None
     rows: int = UNPROVEN
@@ -177,7 +178,7 @@ def measure_cost(
     check: Check,
     took: dict[tuple[int, bool], list[float]] | None = None,
 ) -> tuple[float, float]:
-    """By which part of its time a step is longer, of few rows at most and of a prompt. Calls
+    """By what part of its time a step is longer, of few rows at most and of a prompt. Calls
     `check` before each step, and raises what it raises; with the same `took`, the seconds of steps
     by their rows, with the invariance or without, it goes on there."""
     usual = runner.invariance

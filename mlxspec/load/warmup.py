@@ -70,8 +70,8 @@ class PromptStore:
     facts: dict[str, str]
 
     def open(self, engine: Engine, **drafting: str) -> None:
-        """Let the engine use it, if the settings and the layout allow it. `drafting`: on what the
-        K/V of what drafts depend, which lie in the same blocks."""
+        """Let the engine use it, if the settings and the layout allow it. `drafting`: what the
+        drafter's K/V depend on, which lie in the same blocks."""
         if self.config.disk_bytes and engine.scheduler.sharing:
             key = fingerprint(self.path, self.facts | drafting)
             disk = DiskCache(prompts_of(self.config), key, self.config.disk_bytes, model=self.name)

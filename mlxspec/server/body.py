@@ -98,8 +98,8 @@ MAX_NAMED = 32  # names in the header, and in a line of the log
 
 
 class Body(Strict):
-    """The body of a request to a model, the default one if `model` is missing. `content` is what
-    its messages have beside text, and `seen_images` what the model sees of it, once it is read."""
+    """The body of a request to a model, the default one if `model` is missing. `content` has the
+    parts of its messages other than text; `seen_images` are its images once they are read."""
 
     model: str | None = None
     _content: Content = PrivateAttr(default_factory=Content)
@@ -349,8 +349,8 @@ def validate(
     at: str = "",
     content: Content | None = None,
 ) -> StrictT:
-    """Validate a whole body as JSON, or an object of a body with the path `at`. Validators put what
-    is no text into `content`. Raises ApiError 400."""
+    """Validate a whole body as JSON, or an object of a body with the path `at`. Validators put
+    parts other than text into `content`. Raises ApiError 400."""
     try:
         if isinstance(raw, Data):
             return kind.model_validate_json(raw, context=content)

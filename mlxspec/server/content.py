@@ -1,4 +1,4 @@
-"""Parts of messages that are no text, in any API: a text file becomes its text, an image a marker,
+"""Message parts other than text, in any API: a text file becomes its text, an image a marker,
 anything else a line that says that it was left out.
 
 Rule: a part becomes the same text in every turn, so that the next prompt begins with this one.
@@ -44,8 +44,8 @@ class File:
 
 @dataclass
 class Content:
-    """What a body has beside text: images by their digests, and the types of what was `left_out`;
-    `strict`: nothing is, but refused; images too, unless it `takes_images`."""
+    """The parts of a body other than text: images by their digests, and the types of what was
+    `left_out`. `strict`: what would be left out is refused, images too unless it `takes_images`."""
 
     strict: bool = False
     takes_images: bool = True
@@ -61,7 +61,7 @@ class Content:
 
 
 def readable(value: Any, info: ValidationInfo) -> Any:
-    """Messages or input items, with text for what is none. What becomes of it is added to the
+    """Messages or input items with text in place of their other parts, which are added to the
     validation's context, a Content; if that is None, nothing changes."""
     return value if info.context is None else _read(value, info.context)
 

@@ -82,9 +82,9 @@ async def run_in_groups(
     requests: Sequence[Request],
     priority: int | None,
 ) -> AsyncGenerator[Output]:
-    """The only output of each request for one token, in the background, or behind it in a profile,
-    unless `priority` says otherwise. A group that finds no place waits, if one before it was
-    answered. Raises ApiError, Busy and Dead."""
+    """The one output of each request, which is for one token. Requests have the given `priority`,
+    else that of background work or a profile's lower one. If the queue is full, a group waits,
+    unless it is the first. Raises ApiError, Busy and Dead."""
     server = model.server
     worker, size = server.worker, max(1, server.config.max_sequences // 2)
     if priority is None:

@@ -113,8 +113,8 @@ def _request(model: TextModel, ids: list[int], field: str) -> Request:
 
 
 def _score(found: Logprob, yes: int, no: int) -> float | None:
-    """The chance of `yes` where it is that or `no`; None where neither is an alternative. If one is
-    none, it is as likely as the last one."""
+    """The chance of `yes` where it is that or `no`; None where neither is an alternative. If only
+    one is, the other counts as being as likely as the last alternative."""
     chances = dict(found.top)
     if not {yes, no} & chances.keys():
         return None

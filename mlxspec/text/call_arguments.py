@@ -67,7 +67,7 @@ def tool_named(name: str, tools: Collection[str]) -> str:
 
 @lru_cache
 def skipped(form: ChatFormat) -> Pattern:
-    """The pattern of text before a call without meaning, in a format."""
+    """The pattern of text before a call that means nothing in this format."""
     edges = set()
     for layout in form.layouts:
         texts = [layout.start, layout.opens, layout.closes, layout.between, layout.ends]

@@ -48,12 +48,12 @@ Images = Mapping[str, Image | str]  # by the digests of their files: or the text
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """How a family reads images: files.py's preprocessor_config.json or processor_config.json name
-    the figures. `merge`: so many patches squared are one row of the model. `pixels` are the least
-    and the most after scaling, `longest` bounds a side; 0: no bound. `fills`: an image is scaled up
-    to `pixels`, as Gemma's are. `both_ways`: see ImageSpan. `placeholder` is the template's text
-    for an image, with `token` in it; `before`, `row_end` and `after` are ids beside an image's
-    rows."""
+    """How a family reads images, by the figures in its processor_config.json or
+    preprocessor_config.json. `merge`: so many patches squared are one row of the model. `pixels`
+    are the least and the most after scaling, `longest` bounds a side; 0: no bound. `fills`: an
+    image is scaled up to `pixels`, as Gemma's are. `both_ways`: see ImageSpan. `placeholder` is the
+    template's text for an image, with `token` in it; `before`, `row_end` and `after` are ids beside
+    an image's rows."""
 
     patch: int
     merge: int
@@ -71,7 +71,7 @@ class ImageReader:
 
     @property
     def uncut(self) -> int:
-        """The most ids of an image whose rows see those after them; else 0."""
+        """The most rows of an image that see the rows after them; 0: none do."""
         most = self.pixels[1] // (self.patch * self.merge) ** 2
         return self.both_ways * (len(self.before) + most + len(self.after))
 
@@ -169,7 +169,7 @@ def marker_of(digest: str) -> str:
 
 
 def put_texts(text: str, images: Images) -> str:
-    """A text with what stands in the place of its images that are none."""
+    """`text` with each marker whose image cannot be seen replaced by its line."""
 
     if not images:
         return text
@@ -293,7 +293,7 @@ class ImageCache:
 
 def image_reader(path: Path, config: Json, most: int) -> ImageReader | None:
     """How the model in a directory reads images, scaled down to `most` pixels; None where its
-    family is unknown, or its files say what cannot be."""
+    family is unknown, or its files have impossible values."""
     try:
         return _reader(path, config, most)
     except (AttributeError, LookupError, TypeError, ValueError):  # of files of another form

@@ -71,7 +71,7 @@ def rejected_value(field: str, value: Any, why: str) -> RejectedRequest:
 
 
 def in_json_words(error: str) -> str:
-    """An error of other code, in which types have their names in JSON."""
+    """Another library's error, with types called by their names in JSON."""
     for pattern, word in JSON_WORDS.items():
         error = re.sub(pattern, word, error)
     return error

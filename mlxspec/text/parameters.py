@@ -98,7 +98,7 @@ def _closes(value: Value) -> str:
 class ParameterArguments:
     """Arguments that are parameters, with the interface of JsonArguments. A string is emitted as it
     comes, any other value once it is complete. If a parameter cannot be read, the text from there
-    on is emitted as it is, which is no JSON: better than a call without it."""
+    on is emitted as it is, which is not JSON: better than a call without it."""
 
     form: ChatFormat
     layout: Layout
@@ -194,8 +194,8 @@ class ParameterArguments:
         return name is None or name in self._missing
 
     def _value_end(self, index: int) -> tuple[int, int] | None:
-        """Where a value that is no string ends, and where what follows it begins: at the first end
-        before which it is one. Lists and objects may have ends in their strings."""
+        """Where a value other than a string ends, and where what follows it begins: at the first
+        end before which it is one. Lists and objects may have ends in their strings."""
         bare, closes = self.patterns.bare[index], self.patterns.closes[index]
         while match := bare.search(self.rest, self._at, partial=True):
             if match.partial:

@@ -315,8 +315,8 @@ class GrammarMatcher:
                 self._consumed.append(token)
 
     def restricts(self, ahead: int) -> bool:
-        """Whether the next token, or one of the `ahead` tokens after it, is restricted: masks
-        say."""
+        """Whether the next token, or one of the `ahead` tokens after it, is restricted by
+        `masks`."""
         return True
 
     def forced(self, most: int) -> list[int]:

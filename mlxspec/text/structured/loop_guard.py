@@ -3,7 +3,7 @@
 A loop is a period of up to MAX_PERIOD tokens that is seen for `tokens_of_loop` of it. Answers are
 looked at after every WINDOW tokens, so what is ended, and where, depends on the tokens alone:
 neither a drafter nor the batch nor the cache can change an answer. What the client shows or asks
-for is no loop: a table that the answer copies, or as many repetitions as the last message names.
+for is not a loop: a table that the answer copies, or as many repetitions as the last message names.
 The model's own turns do not count, or each loop would allow a longer one in the next turn.
 """
 
@@ -155,7 +155,7 @@ class LoopGuard:
     its end, and the answer goes on; another one forces the token `end`. Under a grammar it forces,
     as soon as that is allowed, what ends the string, list or object that the loop lies in; what an
     object has to have follows, and then the answer ends. The last of MAX_LOOPS ends all at once.
-    What the grammar itself demands is no loop.
+    What the grammar itself demands is not a loop.
 
     `shown`: returns the text that the client sent, asked for at the first loop; `forms`: how that
     is compared, shared by the guards of a request. `repeats`: how often the prompt asks for

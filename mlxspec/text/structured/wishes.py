@@ -1,7 +1,7 @@
-"""What a message asks for by a number: "write 500 zeros", "a 16x16 matrix". As often the answer may
-repeat something, which else is a loop.
+"""What a message asks for by a number: "write 500 zeros", "a 16x16 matrix". The answer may
+repeat something that often, which would be a loop otherwise.
 
-A number counts behind few words only, such as "write" or "of", and beside a thing or in a sentence
+A number counts after a few words only, such as "write" or "of", and beside a thing or in a sentence
 that asks for something; the name of a room, a price, a year, a port or an address does not.
 """
 
@@ -30,7 +30,7 @@ BEFORE = frozenset(
     " or out please plus put random roughly same see send some the then times to top up us use"
     " von want wants we with you".split()
 )
-# Words behind a number that are no things.
+# Words after a number that do not name things.
 NO_THINGS = frozenset(
     "about again an and answers are as at because but by can could did do does for from had has"
     " have he how i if in is it may no not now of on or she should so than that the then they this"

@@ -133,7 +133,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
         request = replace(request, grammar=matcher)
     choices = []
     for index in range(body.n):
-        reader = Detokenizer(
+        detokenizer = Detokenizer(
             tokenizer, body.stop, request.stop_tokens, prompt_text_continues=chat.continued
         )
         parser = OutputParser(
@@ -144,7 +144,7 @@ def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Pre
             continued=chat.continued,
         )
         single = not body.parallel_tool_calls
-        choices.append(Choice(index, request, reader, parser=parser, single=single))
+        choices.append(Choice(index, request, detokenizer, parser=parser, single=single))
     prepared = Prepared([request], choices, grammar)
     if memory_size([talk.messages, talk.tools, talk.options], room) <= room:
         remember_all = partial(_remember, model, talk, prompt, choices)

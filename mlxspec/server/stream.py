@@ -36,7 +36,7 @@ class Choice:
 
     index: int
     request: Request
-    reader: Detokenizer
+    detokenizer: Detokenizer
     parser: OutputParser | None = None  # splits a chat's text into reasoning, content and calls
     single: bool = False  # the first call ends the answer
     ids: list[int] = field(default_factory=list)  # its tokens, end token included
@@ -48,19 +48,19 @@ class Choice:
     _sure: int = 0  # how many of these may be shown
 
     def __post_init__(self) -> None:
-        self.stops = self.reader.stops
+        self.stops = self.detokenizer.stops
         if self.parser:
-            self.reader.stops = StopStrings()
+            self.detokenizer.stops = StopStrings()
 
     def take(self, output: Output) -> Piece:
         """Add an output. Raises ApiError if the engine could not answer."""
         if output.finish in ("error", "abort"):
             self.finish = output.finish
             raise failure(output)
-        reader, read = self.reader, self.reader.count
+        detokenizer, read = self.detokenizer, self.detokenizer.count
         self.output = output
         parts = self._parts(output) if self.parser else self._text(output)
-        self.ids += output.tokens[: reader.count - read]
+        self.ids += output.tokens[: detokenizer.count - read]
         self.finish = "stop" if self.stops.stopped is not None else output.finish
         ends = [n for n, part in enumerate(parts, 1) if part.ends]
         if self.single and ends:
@@ -81,20 +81,20 @@ class Choice:
         return Piece(parts, logprobs, starts, finish=self.finish)
 
     def _release(self) -> None:
-        """Take the tokens whose text the reader has released. Before a stop string, and where none
-        may have begun, they may be shown."""
-        self._starts += self.reader.released
-        self.reader.released = []
+        """Take the tokens whose text the detokenizer has released. Before a stop string, and where
+        none may have begun, they may be shown."""
+        self._starts += self.detokenizer.released
+        self.detokenizer.released = []
         hidden = len(self.stops.pending) if self.parser else 0
         if self.stops.stopped is not None:
-            self._sure = sum(start < self.reader.shown - hidden for start in self._starts)
+            self._sure = sum(start < self.detokenizer.shown - hidden for start in self._starts)
         elif not hidden:
             self._sure = len(self._starts)
 
     def _text(self, output: Output) -> list[Part]:
-        text = self.reader.feed(output.tokens)
+        text = self.detokenizer.feed(output.tokens)
         if output.finish is not None:
-            text += self.reader.finish()
+            text += self.detokenizer.finish()
         return [Part("content", text)] if text else []
 
     def _parts(self, output: Output) -> list[Part]:
@@ -104,13 +104,13 @@ class Choice:
         parts: list[Part] = []
         groups = [[token] for token in output.tokens] if self.stops.strings else [output.tokens]
         for tokens in groups:
-            parts += self._up_to_stop(self.parser.feed(self.reader.feed(tokens)))
+            parts += self._up_to_stop(self.parser.feed(self.detokenizer.feed(tokens)))
             parts += self._stop_in_space(self.parser.space)
             if self.stops.stopped is not None:
                 return parts
             self._release()
         if output.finish is not None:
-            last = self.parser.feed(self.reader.finish())
+            last = self.parser.feed(self.detokenizer.finish())
             cut = output.finish == "length" or output.loops > 0
             last += self.parser.finish(cut=cut)
             parts += self._up_to_stop(last)
@@ -154,7 +154,7 @@ class Choice:
     def kept(self) -> int:
         """Drafted tokens that are part of the answer. A round yields its accepted tokens and one
         more; the engine also counts those after a stop string."""
-        return min(self.output.accepted, max(0, self.reader.count - self.output.rounds + 1))
+        return min(self.output.accepted, max(0, self.detokenizer.count - self.output.rounds + 1))
 
 
 Choices = Sequence[Choice]  # of one response
@@ -290,7 +290,7 @@ def usage(choices: Choices) -> Usage:
         if choice.index % choice.request.n == 0:  # the first one of its request
             total.prompt += len(choice.request.prompt)
             total.cached += choice.output.cached
-        total.generated += choice.reader.count
+        total.generated += choice.detokenizer.count
         total.drafted += choice.output.drafted
         total.kept += choice.kept
         total.rounds += choice.output.rounds

@@ -70,7 +70,7 @@ def test_pieces(tokenizer: Any) -> None:
     )
     last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
     assert last == said(" world", [], [5], "stop")
-    assert (made.finish, made.output.cached, made.output.rounds, made.reader.count) == (
+    assert (made.finish, made.output.cached, made.output.rounds, made.detokenizer.count) == (
         "stop",
         3,
         4,
@@ -223,7 +223,7 @@ def test_usage_counts_drafts_over_all_choices(tokenizer: Any) -> None:
 def test_drafts_behind_a_stop_are_not_kept(tokenizer: Any, read: int) -> None:
     """A round of three kept drafts and one more token, of which the stop string leaves `read`."""
     made = speculated(tokenizer, (2, 1), (3, 3), stop=("a" * (2 + read),))
-    assert made.reader.count == 2 + read and made.finish == "stop"
+    assert made.detokenizer.count == 2 + read and made.finish == "stop"
     kept = 1 + min(read, 3)
     assert details(made) == (kept, 5 - kept)
 

@@ -250,10 +250,10 @@ def prepare_completion(model: TextModel, body: Any, id: str) -> Prepared:
             request = replace(request, grammar=guard)
         requests.append(request)
         for _ in range(body.n):
-            reader = Detokenizer(
+            detokenizer = Detokenizer(
                 model.tokenizer, body.stop, request.stop_tokens, prompt_text_continues=True
             )
-            choices.append(Choice(len(choices), request, reader))
+            choices.append(Choice(len(choices), request, detokenizer))
     return Prepared(requests, choices)
 
 

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 from starlette.responses import JSONResponse, Response
 
 from mlxspec.server.body import Body, Count, Many, Parts, Stops, Strict, endpoint
-from mlxspec.server.chat_request import ChatRequest, Format, prepare_chat, prompt_length
+from mlxspec.server.chat_request import AnswerFormat, ChatRequest, prepare_chat, prompt_length
 from mlxspec.server.content import LEFT_OUT, READABLE, Content
 from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.server.generate import Generation, respond
@@ -141,11 +141,11 @@ class Prompt(Body):
         return not self.tool_choice.disable_parallel_tool_use
 
     @property
-    def format(self) -> Format | None:
+    def format(self) -> AnswerFormat | None:
         form = self.output_config.format
         if form is None:
             return None
-        return Format("output_config.format.schema", form.value)
+        return AnswerFormat("output_config.format.schema", form.value)
 
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result

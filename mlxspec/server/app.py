@@ -184,7 +184,7 @@ def _tokens(model: TextModel, body: Tokenize) -> list[int]:
     if body.messages is None:
         return encode_prompt(model, body.prompt or "", body.add_special_tokens)
     chat = ChatRequest(body.messages, body.tools, options=body.options, images=body.seen_images)
-    return render_prompt(model, chat, body.add_generation_prompt)[1].ids
+    return render_prompt(model, chat, body.add_generation_prompt)[-1].ids
 
 
 class Detokenize(Body):

@@ -38,8 +38,8 @@ from mlxspec.text.structured.wishes import asked
 from mlxspec.text.template import template_reads
 from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
 
-KEPT_BYTES = 1 << 21  # that a request may hold beside its prompt until it is answered
-KEPT_PER_CHAR = 16  # bytes for each character of the prompt: what it was rendered from
+HELD_BYTES = 1 << 21  # that a request may hold beside its prompt until it is answered
+HELD_PER_CHAR = 16  # bytes for each character of the prompt: what it was rendered from
 CHARS_PER_TOKEN = 8  # on average; a longer prediction is truncated before it is encoded
 
 # Fields of a body with the same name in `Sampling`; a body's `logprobs` is something else.
@@ -49,7 +49,7 @@ OBJECT = {"type": "object"}  # the schema of any JSON object
 
 
 @dataclass(frozen=True)
-class Format:
+class AnswerFormat:
     """The required form of an answer: JSON by the schema `value`, or text by the Lark grammar
     `value`. It comes from the body's `field`."""
 
@@ -64,8 +64,9 @@ class ChatRequest:
     checked; `deferred` tools may be called too, but are not in the prompt. `tool_choice` is auto,
     none, required, or an object with a tool's `full_name`. `options` are variables of the template;
     None: not sent. `source` is the body's field that holds the conversation. `continued`: the
-    answer continues the last message. `budget` is the maximum of reasoning tokens, if any. `kept`
-    are the body's fields that the answer repeats. `images` stand in the messages as markers."""
+    answer continues the last message. `budget` is the maximum of reasoning tokens, if any. `held`
+    are the body's fields that are repeated in the answer or stored with it. `images` stand in the
+    messages as markers."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -75,7 +76,7 @@ class ChatRequest:
     source: str = "messages"
     continued: bool = False
     budget: int | None = None
-    kept: Json = field(default_factory=dict)
+    held: Json = field(default_factory=dict)
     images: Images = field(default_factory=dict)
 
 
@@ -96,14 +97,14 @@ def memory_size(value: Any, limit: int) -> int:
 def prepare_chat(model: TextModel, body: Any, id: str, chat: ChatRequest) -> Prepared:
     """The engine request and choices for `chat`; on the text thread. The body has a `format` too.
     Raises RejectedRequest and ApiError."""
-    chat = _with_profile(model, chat)
-    tokenizer, form = model.tokenizer, format_of(model.tokenizer)
-    talk, prompt = render_prompt(model, chat)
-    room = KEPT_BYTES + KEPT_PER_CHAR * len(prompt.text)
+    tokenizer = model.tokenizer
+    form = format_of(tokenizer)
+    chat, talk, prompt = render_prompt(model, chat)
+    room = HELD_BYTES + HELD_PER_CHAR * len(prompt.text)
     tools = [] if chat.tool_choice == "none" else [*talk.tools, *chat.deferred]
     types = parameter_types(tools)
-    kept = {**chat.kept, "tools": [types, chat.kept.get("tools")]}
-    sizes = {name: memory_size(value, room) for name, value in kept.items()}
+    held = {**chat.held, "tools": [types, chat.held.get("tools")]}
+    sizes = {name: memory_size(value, room) for name, value in held.items()}
     if sum(sizes.values()) > room:
         largest = max(sizes, key=lambda name: sizes[name])
         why = f"is part of what takes more than {room} bytes beside the prompt"
@@ -175,8 +176,9 @@ def render_prompt(
     model: TextModel,
     chat: ChatRequest,
     generation_prompt: bool = True,
-) -> tuple[Conversation, RenderedPrompt]:
-    """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
+) -> tuple[ChatRequest, Conversation, RenderedPrompt]:
+    """The request with what the model's profile adds, its conversation and prompt; on the text
+    thread. Raises RejectedRequest."""
     chat = _with_profile(model, chat)
     options = {name: value for name, value in chat.options.items() if value is not None}
     talk = conversation_of(chat.messages, chat.tools, options, history=model.history)
@@ -196,7 +198,7 @@ def render_prompt(
         field=chat.source,
         image_reader=model.images.reader if model.images else None,
     )
-    return talk, prompt
+    return chat, talk, prompt
 
 
 def _with_profile(model: TextModel, chat: ChatRequest) -> ChatRequest:
@@ -218,7 +220,7 @@ def prompt_length(model: TextModel, chat: ChatRequest) -> int:
     """The length of the prompt, on the text thread; an estimate if the text is far beyond the
     context: the client wants to know how much to leave out. Raises RejectedRequest."""
     try:
-        return len(render_prompt(model, chat)[1].ids)
+        return len(render_prompt(model, chat)[-1].ids)
     except TooLong as error:
         return error.tokens
 
@@ -322,32 +324,33 @@ def _grammar(
 ) -> Future[CompiledGrammar] | None:
     """The grammar of the answer, which may still be compiling: a required call, whatever the
     format; else the format or, if tools are offered, a call."""
-    grammars, form, choice = model.grammars, body.format, chat.tool_choice
+    grammars, choice = model.grammars, chat.tool_choice
+    wanted = body.format
     required = choice not in ("auto", "none")
     calls = required or (talk.tools and choice == "auto")
-    if form and chat.continued:
-        raise rejected(form.field, "with a last message of the assistant: send one of them")
-    if form and form.lark and calls:
-        raise rejected(form.field, "with tools: send one of them, or tool_choice 'none'")
+    if wanted and chat.continued:
+        raise rejected(wanted.field, "with a last message of the assistant: send one of them")
+    if wanted and wanted.lark and calls:
+        raise rejected(wanted.field, "with tools: send one of them, or tool_choice 'none'")
     if required:
-        form = Format("tool_choice", None)
-    if form is None:
+        wanted = AnswerFormat("tool_choice", None)
+    if wanted is None:
         return None
-    header = grammars.header_rule(FINAL, form.field)
-    if form.lark:
+    header = grammars.header_rule(FINAL, wanted.field)
+    if wanted.lark:
         if header:
-            raise rejected(form.field, "does not fit this model's format; send response_format")
-        text = checked_lark(form.value, form.field)
-        return grammars.compile(text, prompt.thinking, form.field)
+            raise rejected(wanted.field, "does not fit this model's format; send response_format")
+        text = checked_lark(wanted.value, wanted.field)
+        return grammars.compile(text, prompt.thinking, wanted.field)
     name = None if isinstance(choice, str) else choice.full_name
     single = name is not None or not body.parallel_tool_calls
     rules, some = [], None
     if not required:
-        rules.append(header + json_rule(form.value, form.field))
+        rules.append(header + json_rule(wanted.value, wanted.field))
     if calls:
-        some = grammars.calls(talk.tools, name, single, form.field)
+        some = grammars.calls(talk.tools, name, single, wanted.field)
         rules.append(some.rule())
-    return grammars.compile(grammars.rules(rules), prompt.thinking, form.field, some)
+    return grammars.compile(grammars.rules(rules), prompt.thinking, wanted.field, some)
 
 
 def check_ids(model: TextModel, ids: Iterable[int], source: str) -> None:

@@ -18,7 +18,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from mlxspec.server.body import MAX_ITEMS, Items, Many, endpoint
-from mlxspec.server.chat_request import OBJECT, ChatRequest, Format, prepare_chat
+from mlxspec.server.chat_request import OBJECT, AnswerFormat, ChatRequest, prepare_chat
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.generate import Generation, respond
@@ -85,9 +85,9 @@ class Chat(Common):
         return self.num_predict if self.num_predict > 0 else super().limit
 
     @property
-    def format(self) -> Format | None:
+    def format(self) -> AnswerFormat | None:
         schema = OBJECT if self.form == "json" else self.form
-        return Format("format", schema) if schema else None
+        return AnswerFormat("format", schema) if schema else None
 
 
 class Generate(Chat):

@@ -12,7 +12,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.server import anthropic
 from mlxspec.server.anthropic import SIGNATURE
-from mlxspec.server.chat_request import Format
+from mlxspec.server.chat_request import AnswerFormat
 from mlxspec.text.chat import render_chat
 from tests.support.scripted import INFO, MESSAGES, Answer, Connection, Server, server
 
@@ -300,7 +300,7 @@ async def test_a_schema_for_the_answer_is_passed_on(
     form = {"type": "json_schema", "schema": schema}
     await ask(make(), output_config={"format": form, "effort": "high"}, stream=True, tools=[])
     await ask(make(), output_config={"effort": "high"})
-    assert asked == [Format("output_config.format.schema", schema), None]
+    assert asked == [AnswerFormat("output_config.format.schema", schema), None]
 
 
 async def test_ignored_fields_are_reported(tokenizer: Any, model_dir: Path) -> None:

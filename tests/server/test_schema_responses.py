@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mlxspec.server.body import parse
-from mlxspec.server.chat_request import Format
+from mlxspec.server.chat_request import AnswerFormat
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import UNSUPPORTED
 from mlxspec.server.responses.schema import (
@@ -117,14 +117,14 @@ def test_unknown_fields_are_reported() -> None:
     [
         (None, None),
         ({"type": "text"}, None),
-        ({"type": "json_object"}, Format("text.format", {"type": "object"})),
+        ({"type": "json_object"}, AnswerFormat("text.format", {"type": "object"})),
         (
             {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "object"}},
-            Format("text.format.schema", {"type": "object"}),
+            AnswerFormat("text.format.schema", {"type": "object"}),
         ),
     ],
 )
-def test_format(given: Any, format: Format | None) -> None:
+def test_format(given: Any, format: AnswerFormat | None) -> None:
     assert body(text={"format": given})[0].format == format
 
 

@@ -19,7 +19,7 @@ from mlxspec.server.body import (
     Strict,
     Token,
 )
-from mlxspec.server.chat_request import OBJECT, Format
+from mlxspec.server.chat_request import OBJECT, AnswerFormat
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json, invalid
 from mlxspec.text.messages import as_list
@@ -257,19 +257,19 @@ class Chat(Common, TemplateFields):
         return self.top_logprobs or (0 if self.logprobs else None)
 
     @property
-    def format(self) -> Format | None:
+    def format(self) -> AnswerFormat | None:
         """What the answer must be. Raises ApiError."""
         form = self.response_format
         if self.grammar is not None:
             if form.type != "text":
                 raise invalid("grammar", "grammar with response_format: send one of them")
-            return Format("grammar", self.grammar, lark=True)
+            return AnswerFormat("grammar", self.grammar, lark=True)
         if form.type == "json_object":
-            return Format("response_format", form.value or OBJECT)
+            return AnswerFormat("response_format", form.value or OBJECT)
         if form.type == "json_schema":
             schema = form.json_schema.value
             where = "response_format.json_schema.schema"
-            return Format(where, form.value if schema is None else schema)
+            return AnswerFormat(where, form.value if schema is None else schema)
         return None
 
 

@@ -170,14 +170,14 @@ async def create(http: HttpRequest, body: Create, model: TextModel) -> Response 
     kept = {name: tool.heading for name, tool in tools.items()}
     by_name = {tool.name: tool for tool in kept.values()} | kept
     writer = ResponsesWriter(response["id"], response, by_name, model.tokenizer)
-    chat_request = replace(chat_request, kept=response)
+    chat_request = replace(chat_request, held=response)
     if body.store:
         writer.store = lambda final: store.add(
             final,
             before + [_stored(item, chat_request.images) for item in items],
             files,
         )
-        chat_request = replace(chat_request, kept={**response, "input": [before, items]})
+        chat_request = replace(chat_request, held={**response, "input": [before, items]})
     return await respond(model, body, writer, prepare_chat, chat_request)
 
 

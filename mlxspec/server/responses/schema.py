@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlxspec.server.body import Many, Parts, Strict, invalid_value, validate
-from mlxspec.server.chat_request import OBJECT, Format
+from mlxspec.server.chat_request import OBJECT, AnswerFormat
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
 from mlxspec.server.openai import schema as openai
@@ -116,12 +116,12 @@ class Create(openai.Common, openai.TemplateFields):
         return openai.only_allowed(value)
 
     @property
-    def format(self) -> Format | None:
+    def format(self) -> AnswerFormat | None:
         form = self.text.format
         if form.type == "json_object":
-            return Format("text.format", OBJECT)
+            return AnswerFormat("text.format", OBJECT)
         if form.type == "json_schema":
-            return Format("text.format.schema", form.value)
+            return AnswerFormat("text.format.schema", form.value)
         return None
 
 

@@ -151,7 +151,7 @@ class Choice:
         return bool(whole) and self.finish == "stop"
 
     @property
-    def kept(self) -> int:
+    def kept_drafts(self) -> int:
         """Drafted tokens that are part of the answer. A round yields its accepted tokens and one
         more; the engine also counts those after a stop string."""
         return min(self.output.accepted, max(0, self.detokenizer.count - self.output.rounds + 1))
@@ -292,7 +292,7 @@ def usage(choices: Choices) -> Usage:
             total.cached += choice.output.cached
         total.generated += choice.detokenizer.count
         total.drafted += choice.output.drafted
-        total.kept += choice.kept
+        total.kept += choice.kept_drafts
         total.rounds += choice.output.rounds
         total.loops += choice.output.loops
     return total

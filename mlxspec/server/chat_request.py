@@ -196,7 +196,7 @@ def render_prompt(
         generation_prompt=generation_prompt,
         context=context,
         field=chat.source,
-        image_reader=model.images.reader if model.images else None,
+        image_reader=model.image_cache.reader if model.image_cache else None,
     )
     return chat, talk, prompt
 

@@ -47,7 +47,7 @@ async def read_images(
 
 async def _read(model: TextModel, digest: str, file: File) -> Image:
     """Raises ImageError and Busy."""
-    cache, state = model.images, model.server
+    cache, state = model.image_cache, model.server
     if cache is None or not model.info.sees:
         raise ImageError(READS_TEXT)
     if file.why:

@@ -62,7 +62,7 @@ class TextModel:
     grammars: Grammars
     files: str  # the `stamp` of its files
     history: History = field(default_factory=History)
-    images: ImageCache | None = None  # of a model that may see
+    image_cache: ImageCache | None = None  # of a model that may see
     profile: Profile = field(default_factory=Profile)
 
     @property
@@ -245,11 +245,11 @@ class ServerState:
                 defaults=defaults,
                 grammars=grammars,
                 files=files,
-                images=self._images(path, tokenizer),
+                image_cache=self._image_cache(path, tokenizer),
             )
             log.info("%s: tools: %s", name, call_support(tokenizer))
 
-    def _images(self, path: Path, tokenizer: Tokenizer) -> ImageCache | None:
+    def _image_cache(self, path: Path, tokenizer: Tokenizer) -> ImageCache | None:
         """What reads images for a model; None where it has no tower, or is not to see."""
         files = read_json(path / "config.json")
         reader = image_reader(path, files, self.config.max_image_pixels)

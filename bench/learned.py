@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from mlxspec import blas
-from mlxspec.config import load
+from mlxspec.config import load_config
 
 blas.load()
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--streams", type=int, default=1)
     args = parser.parse_args()
-    config = load({"model": args.model, "draft": args.head})
+    config = load_config({"model": args.model, "draft": args.head})
     model = resolve_model(replace(config, max_sequences=args.streams, cache_gb=0.0))
     engine, _ = model.load()
     with_head = engine.proposer

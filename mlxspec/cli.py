@@ -32,7 +32,7 @@ from mlxspec.commands.options import (
 from mlxspec.commands.plain_output import waiting
 from mlxspec.commands.run import run
 from mlxspec.commands.service import menubar, service, status
-from mlxspec.config import load
+from mlxspec.config import load_config
 from mlxspec.service import crashes
 from mlxspec.service.launchd import activated_socket, log_file
 from mlxspec.types import UserError, printable
@@ -93,7 +93,7 @@ def serve(**flags: str | list[str] | None) -> None:
     if listener := activated_socket():
         log_to_stderr("info")
         sys.exit(crashes.serve(flags, listener, log_file()))
-    config = load(flags)
+    config = load_config(flags)
     log_to_stderr(config.log_level)
     from mlxspec.server.process import serve_model
 
@@ -136,7 +136,7 @@ def bench(
 
     Exits with 1 if any answer differs.
     """
-    config = load({"model": model, "draft": draft})
+    config = load_config({"model": model, "draft": draft})
     log_to_stderr(config.log_level)
     from mlxspec.commands.bench import bench
 
@@ -180,7 +180,7 @@ def train(
     and the same command resumes. Exits with 1 if the head does not improve on
     current drafting.
     """
-    config = load({"model": model})
+    config = load_config({"model": model})
     log_to_stderr("warning")
     from mlxspec.commands.train import Options, Server, train
 
@@ -246,7 +246,7 @@ def cache_ls() -> None:
     """Show what is cached, by model."""
     from mlxspec.commands.cache import show
 
-    show(load({}))
+    show(load_config({}))
 
 
 @cache.command("stats")
@@ -254,7 +254,7 @@ def cache_stats() -> None:
     """Show the size of the cache and its limit."""
     from mlxspec.commands.cache import totals
 
-    totals(load({}))
+    totals(load_config({}))
 
 
 @cache.command("clear")
@@ -268,7 +268,7 @@ def cache_clear(
     from mlxspec.commands.cache import clear
     from mlxspec.model.hub import cache_of
 
-    root = cache_of(load({}))
+    root = cache_of(load_config({}))
     if not yes:
         what = "the prefix cache, recorded answers, the chat's history and training files"
         typer.confirm(f"Delete {what} in {root}?", abort=True)

@@ -259,7 +259,7 @@ DEFAULTS = Config()
 TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config) if f.metadata}
 
 
-def load(
+def load_config(
     flags: Mapping[str, str | Sequence[str] | None],
     env: Mapping[str, str] = os.environ,
 ) -> Config:

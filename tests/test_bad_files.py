@@ -13,7 +13,7 @@ import pytest
 
 from mlxspec.cache import disk
 from mlxspec.commands import models
-from mlxspec.config import ConfigError, load
+from mlxspec.config import ConfigError, load_config
 from mlxspec.kernels.verify import VerdictFile
 from mlxspec.load.warmup import WarmupCache
 from mlxspec.model.layout import LayoutChoice
@@ -66,7 +66,7 @@ def label_of(file: Path) -> None:
 
 
 def settings_of(file: Path) -> None:
-    load({}, {"MLXSPEC_CONFIG": str(file)})
+    load_config({}, {"MLXSPEC_CONFIG": str(file)})
 
 
 def crashes_of(file: Path) -> None:

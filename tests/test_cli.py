@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from mlxspec import __version__, cli
 from mlxspec.commands.options import names_served
-from mlxspec.config import TABLE, Config, flag, load
+from mlxspec.config import TABLE, Config, flag, load_config
 from mlxspec.files import lock
 from mlxspec.service.menubar import Menu
 from mlxspec.types import UserError
@@ -66,7 +66,7 @@ def test_help_says_kind_default_and_range_of_every_setting(name: str) -> None:
         assert f" Values: {row.metadata['low']} to {row.metadata['high']}." in line
     if row.default not in (None, "", ()):
         said = re.search(r" Default: (.+)\.$", line)
-        assert said and load({name: said[1]}, {}) == Config()
+        assert said and load_config({name: said[1]}, {}) == Config()
 
 
 @pytest.mark.parametrize(

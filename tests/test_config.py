@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag
-from mlxspec.config import load as load_settings
+from mlxspec.config import BUILT_IN, TABLE, Config, ConfigError, as_flags, flag, load_config
 from mlxspec.settings import format_value
 
 
@@ -20,7 +19,7 @@ def file(folder: Path, text: str) -> Path:
 def load(flags: dict[str, Any], env: dict[str, str], path: Path | None = None) -> Config:
     if path:
         env = env | {"MLXSPEC_CONFIG": str(path)}
-    return load_settings(flags, env)
+    return load_config(flags, env)
 
 
 def test_defaults_need_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_examples_of_a_settings_file_are_read(page: str, tmp_path: Path) -> 
     examples = re.findall(r"^```toml\n(.*?)^```$", read(f"docs/{page}.md"), re.M | re.S)
     for text in examples:
         (tmp_path / "config.toml").write_text(text)
-        made = config.load({}, {"MLXSPEC_CONFIG": str(tmp_path / "config.toml")})
+        made = config.load_config({}, {"MLXSPEC_CONFIG": str(tmp_path / "config.toml")})
         if made.profiles:
             found = profiles_of(made.profiles, {made.name})
             assert (found["qwen3"].context, found["qwen3:code"].context) == (32768, 32768)

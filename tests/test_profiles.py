@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.config import BUILT_IN, Config, ConfigError, load
+from mlxspec.config import BUILT_IN, Config, ConfigError, load_config
 from mlxspec.load.resolve import resolve_model, resolve_models, served_names, with_table
 from mlxspec.profiles import ROWS, Profile, profiles_of
 from mlxspec.settings import format_value
@@ -35,7 +35,7 @@ You write code.
 def read(tmp_path: Path, text: str, env: dict[str, str] | None = None, **flags: str) -> Config:
     file = tmp_path / "config.toml"
     file.write_text(text)
-    return load(flags, {"MLXSPEC_CONFIG": str(file), **(env or {})})
+    return load_config(flags, {"MLXSPEC_CONFIG": str(file), **(env or {})})
 
 
 def test_every_key(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ PROMPTS = (
 
 def loaded(model: str, context: int = 2048) -> tuple[Any, Any]:
     """An engine with its proven kernels, and what it was loaded from."""
-    from mlxspec.config import load
+    from mlxspec.config import load_config
     from mlxspec.load.resolve import resolve_model
 
-    found = resolve_model(load({"model": model or None, "context": str(context)}))
+    found = resolve_model(load_config({"model": model or None, "context": str(context)}))
     engine, _ = found.load()
     return engine, found
 
@@ -44,12 +44,12 @@ def instances(model: str) -> Iterator[str]:
     blas.load()
     import mlx_lm
 
-    from mlxspec.config import load
+    from mlxspec.config import load_config
     from mlxspec.load.resolve import resolve_model
     from mlxspec.model import quantized
     from mlxspec.model.layout import find_layout
 
-    found = resolve_model(load({"model": model or None}))
+    found = resolve_model(load_config({"model": model or None}))
     plain, _ = mlx_lm.load(str(found.path))
     quantized.install(plain)
     yield from first_launches(find_layout(plain).cases(plain, 32))

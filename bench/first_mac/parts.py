@@ -112,10 +112,10 @@ def mlx_lm_speed(model: str) -> Iterator[str]:
     """Its own figure for the same model, in a process of its own, with the BLAS that we have."""
     from bench.servers import LAUNCH
     from mlxspec import blas
-    from mlxspec.config import load
+    from mlxspec.config import load_config
     from mlxspec.load.resolve import models_of, on_disk
 
-    config = load({"model": model or None})
+    config = load_config({"model": model or None})
     path = on_disk(models_of(config)[0], config)
     library = str(blas.load() or "")
     words = ["-c", LAUNCH, library, "mlx_lm.benchmark:main", "--model", str(path), *LENGTHS]

@@ -23,7 +23,7 @@ from mlxspec.client import MAX_LINE, STREAM_S, ClientError, request, when_loaded
 from mlxspec.commands.options import Key, Url, server_of
 from mlxspec.commands.plain_output import PlainAnswer, dim, note, waiting
 from mlxspec.commands.terminal_input import HISTORY, no_echo, read_messages, split_messages
-from mlxspec.config import load
+from mlxspec.config import load_config
 from mlxspec.profiles import ROWS
 from mlxspec.settings import checked
 from mlxspec.types import Json, UserError, printable, shown
@@ -128,7 +128,7 @@ def converse(talk: "Chat") -> None:
 
         note(f"{printable(talk.model)} at {talk.server[0]}. {HINT}.")
         words = [*COMMANDS, *FIELDS]
-        messages = read_messages(cache_of(load({})) / HISTORY, words, HINT)
+        messages = read_messages(cache_of(load_config({})) / HISTORY, words, HINT)
     for text in messages:
         word = text.split(maxsplit=1)[0] if text.startswith("/") else ""
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mlxspec import __version__, blas
 from mlxspec.commands.models import damage, tools_of
 from mlxspec.commands.options import AsJson, Model, log_to_stderr
-from mlxspec.config import Config, ConfigError, as_flags, load, url_of
+from mlxspec.config import Config, ConfigError, as_flags, load_config, url_of
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.profiles import profiles_of
 from mlxspec.service.launchd import installed_url
@@ -55,7 +55,7 @@ def doctor(model: Model = None, as_json: AsJson = False) -> None:
 def examine(model: str | None) -> Iterator[Check]:
     """All checks, in the order in which they are shown."""
     try:
-        config = load({"model": model})
+        config = load_config({"model": model})
         yield Check("settings", as_flags(config) or "defaults")
     except ConfigError as error:
         yield Check("settings", str(error), broken=True)

@@ -25,7 +25,7 @@ from mlxspec.commands.options import (
 )
 from mlxspec.commands.plain_output import note
 from mlxspec.commands.table import print_table
-from mlxspec.config import Config, data_dir, load
+from mlxspec.config import Config, data_dir, load_config
 from mlxspec.files import format_size, read_json, weight_bytes, weight_files, write_atomic
 from mlxspec.profiles import profiles_of
 from mlxspec.types import UnsupportedModel, UserError, line_of
@@ -162,7 +162,7 @@ def pull(model: Model = None) -> None:
     blas.load()
     from mlxspec.load.resolve import resolve_model
 
-    resolved = resolve_model(load({"model": model}))
+    resolved = resolve_model(load_config({"model": model}))
     for one in (resolved, resolved.draft):
         if one:
             print(f"{one.name} is in {one.path}, {format_size(weight_bytes(one.path))}")
@@ -186,7 +186,7 @@ def rm(
     """
     from mlxspec.model.hub import cache_of, downloaded, remove
 
-    folders = downloaded(model, cache_of(load({})))
+    folders = downloaded(model, cache_of(load_config({})))
     if not yes:
         typer.confirm(f"Delete {model}?", abort=True)
     print(f"{format_size(remove(folders))} freed")
@@ -210,7 +210,7 @@ def search(
 
 def models(as_json: AsJson = False) -> None:
     """List the models on this disk, and those that can be downloaded by name."""
-    config = load({})
+    config = load_config({})
     local = local_models(config)
     known = {one.name for one in local}
     local += [one for one in suggested(config) if one.name not in known]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from mlxspec.config import ARGUMENTS, BUILT_IN, TABLE, flag, load, url_of
+from mlxspec.config import ARGUMENTS, BUILT_IN, TABLE, flag, load_config, url_of
 from mlxspec.service.launchd import installed_url
 from mlxspec.settings import ConfigError, format_value, kind_of, limits
 from mlxspec.types import printable
@@ -103,7 +103,7 @@ Workload = Literal["edits", "code", "chat", "all"]
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     """URL and API key of the server that a command uses: by its flags, else the installed
     service's, else the settings'. The settings' key is sent to no other server."""
-    config = load({})
+    config = load_config({})
     default = installed_url() or url_of(config.host, config.port)
     url = (url or default).rstrip("/").removesuffix("/v1")
     if not key and url == default:

@@ -22,7 +22,7 @@ from mlxspec.client import POLL_S, STREAM_S, ClientError, NotRunning, request, w
 from mlxspec.commands.chat import Chat, Settings, System, converse, new_chat
 from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk
 from mlxspec.commands.plain_output import note
-from mlxspec.config import LOOPBACK, load, url_of
+from mlxspec.config import LOOPBACK, load_config, url_of
 from mlxspec.files import MODULE
 
 LAST = 2000  # bytes that are shown of a server that ends during the chat
@@ -63,7 +63,7 @@ def run(
     except NotRunning:
         if url:
             raise
-        config = load({})
+        config = load_config({})
         talk.server = url_of(config.host, config.port), talk.server[1]
         note(f"no server runs; starting one: mlxspec serve {model}")
         with _Serving(model) as started:

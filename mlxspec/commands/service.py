@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from mlxspec.commands.options import AsJson, Key, Url, server_of, with_settings
-from mlxspec.config import ConfigError, load
+from mlxspec.config import ConfigError, load_config
 from mlxspec.service import launchd
 from mlxspec.service import menubar as bar
 from mlxspec.service.status import DOWN, Status, get_status, print_status
@@ -71,7 +71,7 @@ def service_status() -> None:
     if not url:
         print("not installed; run: mlxspec service install")
         sys.exit(4)
-    now = get_status(url, load({}).api_key)
+    now = get_status(url, load_config({}).api_key)
     print_status(now)
     if now.state in DOWN:
         sys.exit(3)

@@ -93,7 +93,7 @@ class Drafting:
         if self.head and not read_weights(self.head):
             self.drop_head()
 
-    def find_layout(self, target: LayoutChoice) -> None:
+    def fit_layout(self, target: LayoutChoice) -> None:
         """Find the small model's layout, or whether the target can use a head. Raises
         UnsupportedModel where the small model cannot draft."""
         if self.small:

@@ -77,7 +77,7 @@ def load_engine(
     room = _agree_on_room(config, context, reserved=reserved, group=group)
     _check_fits(model, tower, drafting, room=room, group=group)
     _read_weights(model, drafting, group)
-    cache = _load_warmup(model, path, config=config, group=group)
+    cache = _recall_or_find_layout(model, path, config=config, group=group)
     eyes = open_eyes(model, tower, cache, path=path, config=config)
     plan = _plan_memory(model, eyes, drafting, layout=cache.layout, room=room)
     cases = _recall_kernels(model, drafting, layout=cache.layout, config=config, group=group)
@@ -157,7 +157,9 @@ def _read_weights(model: Module, drafting: Drafting, group: ProcessGroup) -> Non
     drafting.load_weights()
 
 
-def _load_warmup(model: Module, path: Path, config: Config, group: ProcessGroup) -> WarmupCache:
+def _recall_or_find_layout(
+    model: Module, path: Path, config: Config, group: ProcessGroup
+) -> WarmupCache:
     """What earlier starts of the model found, on all ranks; else find its layout."""
     file = cache_file(path, config, group)
     known = WarmupCache.load(file)
@@ -230,7 +232,7 @@ def _plan_memory(
 ) -> MemoryPlan:
     """The plan with what the layouts really keep; what cannot draft in them is left out. Raises
     UnsupportedModel."""
-    drafting.find_layout(layout)
+    drafting.fit_layout(layout)
     size = weights(model) + tower_bytes(eyes.tower if eyes else None)
     drafting.check_room(room, size, layout.cache_bytes)
     cached = drafting.beside(layout.cache_bytes)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxspec import log
-from mlxspec.config import load
+from mlxspec.config import load_config
 from mlxspec.files import lock, write_atomic
 from mlxspec.server.unavailable import UnavailableResponder
 from mlxspec.types import UserError
@@ -77,7 +77,7 @@ def serve(
 
         note = ""
         try:
-            config = load(flags)
+            config = load_config(flags)
             log.setLevel(config.log_level.upper())
             if len(crashed) == SAFE_CRASHES:
                 config = replace(config, speculate=False, kernels=False)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxspec.config import FILE, Config, ConfigError, as_flags, data_dir, load, url_of
+from mlxspec.config import FILE, Config, ConfigError, as_flags, data_dir, load_config, url_of
 from mlxspec.files import write_atomic
 from mlxspec.service import crashes
 from mlxspec.types import Json, UserError
@@ -65,7 +65,7 @@ def definition(flags: Mapping[str, str | list[str] | None], env: Mapping[str, st
     The settings file is left out, since the service reads it itself. Raises ConfigError.
     """
     variables = service_variables(env)
-    config, base = load(flags, env), load({}, variables)
+    config, base = load_config(flags, env), load_config({}, variables)
     if config.api_key != base.api_key:
         file = variables.get("MLXSPEC_CONFIG", FILE)
         why = "api_key: the service stores no secret"

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models import llama
 
 from mlxspec.commands.bench import prompt_of, run_group, tasks_of, tokens_of
-from mlxspec.config import BUILT_IN, load
+from mlxspec.config import BUILT_IN, load_config
 from mlxspec.load.resolve import resolve_model
 from mlxspec.model.cards import cards
 from mlxspec.model.hub import Resolved, learned_head
@@ -47,7 +47,7 @@ def test_it_loads_for_the_model_of_the_card(head: Path) -> None:
 
 @pytest.mark.slow
 def test_it_drafts_for_the_real_model(smollm2: Path) -> None:
-    found = load({"draft_depth": "2"}, {})  # whether drafts pay here or not
+    found = load_config({"draft_depth": "2"}, {})  # whether drafts pay here or not
     config = replace(found, cache_dir=str(smollm2.parents[1]), cache_gb=0.0)
     model = resolve_model(config)
     engine, _ = model.load()

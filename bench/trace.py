@@ -32,7 +32,7 @@ from bench.timeline import Side, Submission, Turn  # noqa: E402
 from mlxspec.commands.bench import WORKLOADS, prompt_of, tasks_of  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.engine.models import ModelManager, ModelSlot, Start  # noqa: E402
+from mlxspec.engine.manager import Load, ModelManager, ModelSlot  # noqa: E402
 from mlxspec.engine.worker import EngineThread  # noqa: E402
 from mlxspec.kernels.attention import paged_attention  # noqa: E402
 from mlxspec.load.resolve import resolve_model  # noqa: E402
@@ -268,7 +268,7 @@ class Recorder:
 
 
 def record(
-    start: Start, chosen: Callable[[Engine, ModelInfo], Sequence[tuple[str, list[Request]]]]
+    load: Load, chosen: Callable[[Engine, ModelInfo], Sequence[tuple[str, list[Request]]]]
 ) -> list[Side]:
     """Serve `chosen` groups of requests one after the other, each without a draft and, where the
     engine has a drafter, with it, as a server does: an engine thread, and a loop that takes what
@@ -276,7 +276,7 @@ def record(
     recorder, held, found = Recorder(), [], []
 
     def begin() -> tuple[Engine, ModelInfo]:
-        made = start()
+        made = load()
         recorder.adopt(made[0])
         held.append((made[0], made[0].proposer))
         return made

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.models import ModelManager
+from mlxspec.engine.manager import ModelManager
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.worker import EngineThread
 from mlxspec.model import runner
@@ -277,7 +277,7 @@ def test_a_signal_ends_it_in_time(
 ) -> None:
     """`patient`: with time enough, every answer ends well; else it is told that the server stops.
     So is, at once, whose prompt is not even read."""
-    went, slow = list[str](), ModelManager._start
+    went, slow = list[str](), ModelManager._load_now
     begun, left_alone = threading.Event(), threading.Event()
     monkeypatch.setattr(Runner, "forward", slowed(Runner.forward, went))
 
@@ -287,7 +287,7 @@ def test_a_signal_ends_it_in_time(
             time.sleep(0.5)
         slow(self, member)
 
-    monkeypatch.setattr(ModelManager, "_start", load)
+    monkeypatch.setattr(ModelManager, "_load_now", load)
     if when == "text":
         monkeypatch.setattr(asking, "render", lambda *_, **__: (begun.set(), left_alone.wait(20)))
     tokens = 20 if patient else LONG

@@ -21,7 +21,7 @@ blas.load()
 from mlxspec.commands.bench import Task, prompt_of  # noqa: E402  after BLAS
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.engine.models import release_memory  # noqa: E402
+from mlxspec.engine.manager import release_memory  # noqa: E402
 from mlxspec.load.resolve import ResolvedModel, resolve_model, with_table  # noqa: E402
 from mlxspec.model.hub import Resolved, cache_of, learned_head, storage_name  # noqa: E402
 from mlxspec.model.layout import load, load_weights, weights  # noqa: E402

@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec import log
+from mlxspec.engine.manager import ModelManager
 from mlxspec.engine.memory import CRITICAL, HOLD_S
-from mlxspec.engine.models import ModelManager
 from mlxspec.engine.orders import Ended, LoadCommand, Results
 from mlxspec.types import (
     BACKGROUND,

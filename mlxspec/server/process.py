@@ -89,7 +89,7 @@ def follow(config: Config) -> NoReturn:
     """Run as a rank above 0 until rank 0 ends, then end the process. Signals that stop a server are
     left to rank 0, which gets them too. Raises UserError."""
     blas.load()
-    from mlxspec.load import manager
+    from mlxspec.load import server_models
     from mlxspec.model.parallel import RankLost, join
 
     group = join(config.ranks)
@@ -102,7 +102,7 @@ def follow(config: Config) -> NoReturn:
     group.watch(lost)
     try:
         with group.together():
-            manager.follow(config, group)
+            server_models.follow(config, group)
     except RankLost as error:
         lost(error)
     _exit(0)
@@ -133,8 +133,8 @@ def _load(config: Config, load_on_request: bool = False) -> Starlette:
     """The application, with the default model loaded unless `load_on_request`."""
     blas.load()
     from mlxspec.engine.worker import EngineThread
-    from mlxspec.load.manager import make_manager
     from mlxspec.load.resolve import resolve_models
+    from mlxspec.load.server_models import make_manager
     from mlxspec.model.parallel import RankLost, join
 
     flags = shlex.split(as_flags(config))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from mlxspec.engine.models import ModelManager, ModelSlot
+from mlxspec.engine.manager import ModelManager, ModelSlot
 from mlxspec.engine.orders import Ended, LoadCommand
 from mlxspec.types import ModelInfo, Output, UnsupportedModel
 from tests.support import tiny

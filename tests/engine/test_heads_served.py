@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.manager import ModelManager, ModelSlot
 from mlxspec.engine.memory import CRITICAL, NORMAL, WARN
-from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.load.loader import load_engine
 from mlxspec.metrics import Metrics
 from mlxspec.types import ModelInfo, Output, Served

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.config import Config
-from mlxspec.engine import models as module
-from mlxspec.engine.models import RELOAD_S, LoadCommand, ModelManager, ModelSlot
+from mlxspec.engine import manager as module
+from mlxspec.engine.manager import RELOAD_S, LoadCommand, ModelManager, ModelSlot
 from mlxspec.engine.worker import EngineThread
 from mlxspec.load.loader import load_engine
 from mlxspec.types import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.models import ModelManager, ModelSlot
+from mlxspec.engine.manager import ModelManager, ModelSlot
 from mlxspec.engine.worker import EngineThread
 from mlxspec.load.loader import load_engine
 from mlxspec.speculate import calibrate

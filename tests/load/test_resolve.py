@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mlxspec.config import Config, ConfigError
-from mlxspec.load import manager as module
-from mlxspec.load.manager import make_manager
+from mlxspec.load import server_models as module
 from mlxspec.load.resolve import resolve_model, resolve_models
+from mlxspec.load.server_models import make_manager
 from mlxspec.types import UserError
 from tests.support import tiny
 from tests.support.served_model import save

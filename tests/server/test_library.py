@@ -15,8 +15,8 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.engine.worker import EngineThread
-from mlxspec.load.manager import make_manager
 from mlxspec.load.resolve import resolve_models
+from mlxspec.load.server_models import make_manager
 from mlxspec.server.app import create_app
 from tests.support.hub import SHA, Hub, hub_of
 from tests.support.live import live

@@ -15,7 +15,7 @@ from anthropic import Anthropic
 from openai import NotFoundError, OpenAI
 
 from mlxspec.config import Config
-from mlxspec.engine.models import ModelManager, ModelSlot
+from mlxspec.engine.manager import ModelManager, ModelSlot
 from mlxspec.engine.worker import EngineThread
 from mlxspec.server import state as front_module
 from mlxspec.server.app import create_app

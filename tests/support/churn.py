@@ -24,7 +24,7 @@ import mlx.core as mx  # noqa: E402  after BLAS
 
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine import memory  # noqa: E402
-from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
+from mlxspec.engine.manager import ModelManager, ModelSlot  # noqa: E402
 from mlxspec.engine.worker import EngineThread  # noqa: E402
 from mlxspec.load.loader import load_engine  # noqa: E402
 from mlxspec.model import meter  # noqa: E402

@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.load import drafting, loader, manager  # noqa: E402
+from mlxspec.load import drafting, loader, server_models  # noqa: E402
 from mlxspec.load.resolve import ResolvedModel  # noqa: E402
 from mlxspec.model.layout import weights  # noqa: E402
 from mlxspec.model.mirror import Follower, runner_type  # noqa: E402
@@ -209,7 +209,7 @@ def load_and_fail(ranks: ProcessGroup, path: str, cache: str, how: str) -> str:
     elif how != "no memory":
         loader.load_weights = functools.partial(read_half, how)
     try:
-        manager.load_follower(models, "m", ranks) if ranks.rank else chosen.load(0, ranks)
+        server_models.load_follower(models, "m", ranks) if ranks.rank else chosen.load(0, ranks)
     except RankLost as error:
         if ranks.rank:
             os._exit(3)

@@ -20,7 +20,7 @@ from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.models import ModelManager, ModelSlot, Start
+from mlxspec.engine.manager import Load, ModelManager, ModelSlot
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.pages import pools_of
@@ -286,10 +286,10 @@ def engine(
     return Engine(runner, scheduler, proposer or NoSpeculation(), **kw)
 
 
-def manager(start: Start) -> ModelManager:
-    """Of one model, which `start` loads."""
+def manager(load: Load) -> ModelManager:
+    """Of one model, which `load` loads."""
     unknown = ModelInfo("", 0, 0, "", 0, 0, 0, created=1_700_000_000)
-    return ModelManager([ModelSlot(start, unknown)])
+    return ModelManager([ModelSlot(load, unknown)])
 
 
 def request(

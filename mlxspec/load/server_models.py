@@ -9,7 +9,7 @@ from mlxspec import log
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.models import ModelManager, ModelSlot, release_memory
+from mlxspec.engine.manager import ModelManager, ModelSlot, release_memory
 from mlxspec.files import format_size
 from mlxspec.load.loader import free_bytes
 from mlxspec.load.resolve import ResolvedModel, resolve_models
@@ -34,8 +34,8 @@ def make_manager(
         info = model.info
         # At least this rank's part; loading counts it.
         info = replace(info, weight_bytes=info.weight_bytes // group.size)
-        start = partial(_load, model, slots, group)
-        return ModelSlot(start, info, model.name in config.pin)
+        load = partial(_load, model, slots, group)
+        return ModelSlot(load, info, model.name in config.pin)
 
     slots.extend(map(make_slot, models))
     return ModelManager(

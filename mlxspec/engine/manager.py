@@ -37,14 +37,14 @@ RELEASE_S = 4.0  # of idleness, after which buffers are freed that the next step
 MAX_SKIPPED_STEPS = 8  # steps of models with more important requests before one of another's
 RELOAD_S = 10.0  # after a failed load; until then requests are answered with its error
 
-Start = Callable[[], tuple[Engine, ModelInfo]]
+Load = Callable[[], tuple[Engine, ModelInfo]]
 
 
 @dataclass(slots=True, eq=False)
 class ModelSlot:
-    """One model, loaded or not. `start` loads it."""
+    """One model, loaded or not. `load` loads it."""
 
-    start: Start
+    load: Load
     info: ModelInfo  # estimated from the files until the first load
     pinned: bool = False  # never evicted, nor unloaded when idle
     engine: Engine | None = None
@@ -99,7 +99,7 @@ class ModelManager:
     def launch(self) -> None:
         """Load the default model, unless `load_on_request`. Raises what loading raises."""
         if not self.load_on_request:
-            self._start(self.slots[0])
+            self._load_now(self.slots[0])
         self._turns = deque(self.slots)
 
     def _engines(self) -> list[Engine]:
@@ -321,7 +321,7 @@ class ModelManager:
         """Load a model and dispatch the orders that wait for it, or answer that it failed."""
         self.loading, reason = slot.info.name, ""
         try:
-            self._start(slot)
+            self._load_now(slot)
         except OutOfMemory as error:
             reason, slot.need = str(error), error.need
         except UserError as error:
@@ -337,8 +337,8 @@ class ModelManager:
             return self._choose_evictions()  # now that the need is known
         return self._fail(slot, reason)
 
-    def _start(self, slot: ModelSlot) -> None:
-        slot.engine, info = slot.start()
+    def _load_now(self, slot: ModelSlot) -> None:
+        slot.engine, info = slot.load()
         slot.engine.monitor = self.monitor
         slot.engine.counters = slot.counters
         slot.engine.spec_metrics = slot.spec_metrics

@@ -35,7 +35,7 @@ from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.kernels.trial import Verdict  # noqa: E402
 from mlxspec.kernels.verify import KERNELS  # noqa: E402
 from mlxspec.load.resolve import resolve_model  # noqa: E402
-from mlxspec.model.layout import load, load_weights  # noqa: E402
+from mlxspec.model.checkpoint import load_model, load_weights  # noqa: E402
 from mlxspec.sequences import Entry  # noqa: E402
 from mlxspec.speculate import NoSpeculation  # noqa: E402
 from mlxspec.types import Request, Sampling  # noqa: E402
@@ -127,7 +127,7 @@ def rows_of(
 ) -> Iterator[tuple[str, int, Work]]:
     """What is counted: who decodes, for how many streams, and the work."""
     resolved = resolve_model(config)
-    model, _ = load(resolved.path)
+    model, _ = load_model(resolved.path)
     load_weights(model)
     for n in streams:
         yield "mlx-lm", n, of_mlx_lm(model, n, context)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.http import words
-from mlxspec.model.layout import context_of
+from mlxspec.model.checkpoint import context_of
 from mlxspec.text.chat import Tokenizer, encode
 
 MOST_CONTEXT = 16_384  # tokens of the last turn of a session, where the window allows it

@@ -21,8 +21,8 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.load.resolve import resolve_model
+from mlxspec.model.checkpoint import load_model
 from mlxspec.model.hub import HUB_FILES
-from mlxspec.model.layout import load
 from mlxspec.text.chat import conversation_of, load_tokenizer, render, render_chat
 from mlxspec.text.history import History
 from mlxspec.text.messages import RejectedRequest
@@ -68,9 +68,9 @@ def use(path: Path, **settings: Any) -> None:
         Config(model=str(path), cache_dir=str(path.parent / "cache"), **settings)
     )
     assert chosen.tokenizer and chosen.info
-    load(chosen.path)
+    load_model(chosen.path)
     if chosen.draft:
-        load(chosen.draft.path)
+        load_model(chosen.draft.path)
 
 
 def change(path: Path, file: str, **values: Any) -> None:

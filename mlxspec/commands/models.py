@@ -61,8 +61,8 @@ def local_models(config: Config) -> list[LocalModel]:
     from mlxspec.load.drafting import NONE
     from mlxspec.load.resolve import draft_of, models_of, on_disk, served_names
     from mlxspec.model.cards import cards, target_of
+    from mlxspec.model.checkpoint import has_code
     from mlxspec.model.hub import cache_of, installed
-    from mlxspec.model.layout import has_code
     from mlxspec.model.vision import has_tower
     from mlxspec.speculate.heads.files import find_head
 

@@ -23,8 +23,8 @@ from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.manager import release_memory  # noqa: E402
 from mlxspec.load.resolve import ResolvedModel, resolve_model, with_table  # noqa: E402
+from mlxspec.model.checkpoint import load_model, load_weights, parameter_bytes  # noqa: E402
 from mlxspec.model.hub import Resolved, cache_of, learned_head, storage_name  # noqa: E402
-from mlxspec.model.layout import load, load_weights, weights  # noqa: E402
 from mlxspec.speculate.heads.files import HeadFiles  # noqa: E402
 from mlxspec.text.chat import Tokenizer, encode  # noqa: E402
 from mlxspec.training.collect import answers_to, collect, tokens_of  # noqa: E402
@@ -274,14 +274,14 @@ def _new_trainer(
     memory training takes, before the model's weights are read. Raises OutOfMemory, and
     UnsupportedModel if no head can read the model."""
     release_memory()  # of an engine before it
-    module, config = load(model.path)
+    module, config = load_model(model.path)
     target = Target(module, model.name, config)
     files = model.draft and trained_head(target, model.draft.path, options.vocabulary)
     rate = KNOWN_RATE if files else 1.0
     size = options.vocabulary or VOCABULARY
     files = files or new_head(target, vocabulary_of(samples, size, target.vocab))
     trainer = Trainer(target, files, steps, rate)
-    need, free = weights(module) + trainer.needed_bytes(), memory.available()
+    need, free = parameter_bytes(module) + trainer.needed_bytes(), memory.available()
     print(f"memory: {format_size(need)} of {format_size(free)} that are available")
     if need > free:
         raise OutOfMemory(

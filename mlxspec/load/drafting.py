@@ -17,15 +17,13 @@ from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.trial import Case
 from mlxspec.load.plan import Room, shortage
-from mlxspec.model.layout import (
-    LayoutChoice,
+from mlxspec.model.checkpoint import (
     context_of,
-    find_layout,
-    geometry,
-    load,
+    load_model,
     load_weights,
-    weights,
+    parameter_bytes,
 )
+from mlxspec.model.layout import LayoutChoice, find_layout, geometry
 from mlxspec.model.quantized import linear_cases
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import Drafter
@@ -123,10 +121,12 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
         return Drafting(path)
     files = find_draft(draft or path, path)
     if draft and not files.standalone:
-        small, small_config = load(draft)
-        return Drafting(draft, small, context=context_of(small_config), nbytes=weights(small))
+        small, small_config = load_model(draft)
+        return Drafting(
+            draft, small, context=context_of(small_config), nbytes=parameter_bytes(small)
+        )
     head = load_head(files, model)
-    return Drafting(files.path, head=head, nbytes=weights(head.module) if head else 0)
+    return Drafting(files.path, head=head, nbytes=parameter_bytes(head.module) if head else 0)
 
 
 def add_drafters(engine: Engine, drafting: Drafting, config: Config) -> None:

@@ -36,16 +36,14 @@ from mlxspec.load.warmup import (
     versions,
 )
 from mlxspec.model import meter
-from mlxspec.model.hub import cache_of
-from mlxspec.model.layout import (
-    LayoutChoice,
+from mlxspec.model.checkpoint import (
     context_of,
-    find_layout,
-    geometry,
-    load,
+    load_model,
     load_weights,
-    weights,
+    parameter_bytes,
 )
+from mlxspec.model.hub import cache_of
+from mlxspec.model.layout import LayoutChoice, find_layout, geometry
 from mlxspec.model.mirror import runner_type
 from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.model.vision.seam import Eyes
@@ -110,10 +108,10 @@ def load_engine(
 def _open(path: Path, config: Config, group: ProcessGroup) -> tuple[Module, int]:
     """The model, whose weights stay on disk, and its longest context in tokens; all ranks have the
     same. Raises UnsupportedModel."""
-    model, files = load(path, group)
+    model, files = load_model(path, group)
     context = context_of(files, config.context)
     if group.size > 1:
-        _check_same(path, f"{files} {weights(model)} {context}", config=config, group=group)
+        _check_same(path, f"{files} {parameter_bytes(model)} {context}", config=config, group=group)
     return model, context
 
 
@@ -143,7 +141,7 @@ def _check_fits(
 ) -> None:
     """Check that weights and the least caches fit into memory, before weights are read; a head
     that does not fit is left out. Raises OutOfMemory."""
-    size = weights(model) + tower_bytes(tower)
+    size = parameter_bytes(model) + tower_bytes(tower)
     drafting.check_room(room, size)  # with some models, geometry() reads weights
     group.gather("planned")
     drafting.check_room(room, size, geometry(model, room.config.kv_bits, group))
@@ -233,7 +231,7 @@ def _plan_memory(
     """The plan with what the layouts really keep; what cannot draft in them is left out. Raises
     UnsupportedModel."""
     drafting.fit_layout(layout)
-    size = weights(model) + tower_bytes(eyes.tower if eyes else None)
+    size = parameter_bytes(model) + tower_bytes(eyes.tower if eyes else None)
     drafting.check_room(room, size, layout.cache_bytes)
     cached = drafting.beside(layout.cache_bytes)
     room = replace(room, uncut=eyes.uncut if eyes else 0)

@@ -18,8 +18,8 @@ from mlxspec.files import read_json, weight_bytes
 from mlxspec.load.drafting import NONE
 from mlxspec.load.loader import load_engine
 from mlxspec.model.cards import head_of
+from mlxspec.model.checkpoint import context_of
 from mlxspec.model.hub import Resolved, cache_of, find_local, learned_head, name_of, resolve
-from mlxspec.model.layout import context_of
 from mlxspec.model.parallel import ALONE, ProcessGroup
 from mlxspec.model.vision import has_tower
 from mlxspec.profiles import OF_THE_MODEL, profiles_of

@@ -16,7 +16,7 @@ from mlxspec import log
 from mlxspec.config import Config
 from mlxspec.files import read_json
 from mlxspec.load.warmup import WarmupCache
-from mlxspec.model.layout import load_weights, weights
+from mlxspec.model.checkpoint import load_weights, parameter_bytes
 from mlxspec.model.parallel import ProcessGroup
 from mlxspec.model.probe import BLOCK, logits_error
 from mlxspec.model.runner import Runner
@@ -46,7 +46,7 @@ def open_tower(path: Path, config: Config, group: ProcessGroup) -> nn.Module | N
 
 def tower_bytes(tower: nn.Module | None) -> int:
     """What a tower takes in memory, with the features that it keeps."""
-    return weights(tower) + CACHED_BYTES if tower else 0
+    return parameter_bytes(tower) + CACHED_BYTES if tower else 0
 
 
 def open_eyes(

@@ -200,6 +200,11 @@ def arrays_in(tree: Any) -> list[Array]:
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays in a tree."""
+    return sum(array.nbytes for array in arrays_in(tree))
+
+
 def pools_of(layers: Iterable[Pages]) -> list[Array]:
     """K and V of each layer in turn."""
     return [pool for pages in layers for pool in pages.pools()]

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.model.layout import flat
+from mlxspec.model.checkpoint import flat
 from mlxspec.model.pages import View
 from mlxspec.model.trunk import embedding_and_lm_head, install_taps, trunk_of
 from mlxspec.speculate.heads.tensors import sizes_of

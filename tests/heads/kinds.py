@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.utils import load_model
+from mlx_lm import utils
 
 from mlxspec.engine.engine import Engine
-from mlxspec.model.layout import load
+from mlxspec.model.checkpoint import load_model
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
@@ -44,7 +44,7 @@ def reference(kind: str) -> Any:
 @functools.cache
 def plain_target() -> Any:
     """The target as mlx-lm loads it, which no engine has changed."""
-    return load_model(TARGET)[0]
+    return utils.load_model(TARGET)[0]
 
 
 def head_of(path: Path, target: Any) -> Any:
@@ -56,7 +56,7 @@ def head_of(path: Path, target: Any) -> Any:
 
 def engine(path: Path, target: Path = TARGET) -> tuple[Engine, Any]:
     """An engine over the target, and the head at `path` for its proposer."""
-    model, _ = load(target)
+    model, _ = load_model(target)
     head = head_of(path, model)
     e = tiny.engine(model, block=8, blocks=256, budget=256)
     return e, HeadDrafter(head, e.runner)

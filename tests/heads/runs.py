@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm import utils
 from mlx_lm.models.cache import KVCache
-from mlx_lm.utils import load_model
 
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.layout import load
+from mlxspec.model.checkpoint import load_model
 from mlxspec.model.sampler import seed32
 from mlxspec.sequences import Accepted
 from mlxspec.speculate.heads import load_head, read_weights
@@ -100,7 +100,7 @@ def engine(
     path: Path = TARGET, head: Path | None = None, layout: Any = "rect", **kw: Any
 ) -> tuple[Engine, HeadDrafter]:
     """An engine over the model at `path`, and the head there or at `head`, for its proposer."""
-    model, _ = load(path)
+    model, _ = load_model(path)
     loaded = head_of(head or path, model)
     made = tiny.engine(model, layout=layout, block=BLOCK, blocks=256, budget=256, **kw)
     return made, HeadDrafter(loaded, made.runner)
@@ -187,7 +187,7 @@ class DenseHead:
 @functools.cache
 def plain_target() -> Any:
     """The target as mlx-lm loads it, which no engine has changed."""
-    return load_model(TARGET)[0]
+    return utils.load_model(TARGET)[0]
 
 
 @functools.cache

@@ -18,7 +18,8 @@ from mlxspec.load import loader
 from mlxspec.load import plan as planning
 from mlxspec.load.loader import load_engine
 from mlxspec.model import layout as loading
-from mlxspec.model.layout import LayoutChoice, find_layout, geometry, load, load_weights
+from mlxspec.model.checkpoint import load_model, load_weights
+from mlxspec.model.layout import LayoutChoice, find_layout, geometry
 from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, calibrate
@@ -132,7 +133,7 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         file.truncate(8 + len(head) + at)
-    loader.load(tmp_path)  # imports what it needs
+    loader.load_model(tmp_path)  # imports what it needs
     gc.collect()  # of what other tests left, which would be held already
     mx.clear_cache()
     before, free = memory.footprint(), memory.available()
@@ -156,7 +157,7 @@ def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
     held = sum(pool.nbytes for pages in runner.pages() for pool in pages.pools())
     assert held < info.kv_bytes / 2
     prompt = tuple(i * 7 % engine.vocab for i in range(480))
-    model, _ = load(path)
+    model, _ = load_model(path)
     load_weights(model)
     want = tiny.Plain(model)(prompt, 20)
     engine.add(Request("short", prompt[:40], 3, Sampling(temperature=0)))

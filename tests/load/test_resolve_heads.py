@@ -15,7 +15,7 @@ from mlxspec.load import resolve
 from mlxspec.load.drafting import load_drafting
 from mlxspec.model import hub
 from mlxspec.model.cards import head_of, target_of
-from mlxspec.model.layout import load
+from mlxspec.model.checkpoint import load_model
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.training.run import drop_others, install
 from mlxspec.types import UnsupportedModel
@@ -151,7 +151,7 @@ def said_without_a_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> str
     with caplog.at_level(logging.WARNING):
         found = resolve.resolve_model(Config(cache_dir=str(tmp_path), model=MODEL))
         assert found.draft is None
-        model, _ = load(found.path)
+        model, _ = load_model(found.path)
         assert load_drafting(model, found.path, None, found.config).head is None
     (line,) = caplog.messages
     return line
@@ -214,7 +214,7 @@ def test_draft_takes_a_head_without_anything_else(tmp_path: Path, name: str) -> 
     bare.mkdir()
     shutil.copy(SIDECAR / "model.safetensors", bare / name)
     assert resolved(tmp_path, model=str(TARGET), draft=str(bare)) == bare
-    model, _ = load(TARGET)
+    model, _ = load_model(TARGET)
     assert load_drafting(model, TARGET, bare, Config()).head is not None
 
 
@@ -232,7 +232,7 @@ def test_only_tensors_tell_what_a_directory_holds(tmp_path: Path) -> None:
 
 def test_draft_off_leaves_a_model_s_own_head(tmp_path: Path) -> None:
     path = packagings.write("embedded", tmp_path / "embedded")
-    model, _ = load(path)
+    model, _ = load_model(path)
     assert load_drafting(model, path, None, Config()).head is not None
     assert load_drafting(model, path, None, Config(draft="off")).head is None
     assert load_drafting(model, path, None, Config(speculate=False)).head is None
@@ -251,7 +251,7 @@ def test_draft_takes_only_the_head_of_the_same_model(tmp_path: Path, part: bool)
     made = resolve.resolve_model(Config(cache_dir=str(tmp_path), model=str(TARGET), draft=str(raw)))
     assert made.draft and made.draft.path == raw
     assert made.info.weight_bytes == weight_bytes(TARGET)
-    model, _ = load(TARGET)
+    model, _ = load_model(TARGET)
     drafting = load_drafting(model, TARGET, raw, Config())
     assert drafting.head is not None and drafting.small is None
 

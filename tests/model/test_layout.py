@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlxspec.engine import memory
-from mlxspec.model import layout as load_module
-from mlxspec.model import recurrent
-from mlxspec.model.layout import context_of, find_layout, geometry, load, load_weights, weights
+from mlxspec.model import checkpoint, recurrent
+from mlxspec.model.checkpoint import context_of, load_model, load_weights, parameter_bytes
+from mlxspec.model.layout import find_layout, geometry
 from mlxspec.types import UnsupportedModel, UserError
 from tests.support import tiny
 from tests.support.checkpoints import save
@@ -126,14 +126,16 @@ def test_what_caches_take_is_known_before_a_weight_is_read(kind: str, tmp_path: 
     # models are full of cycles; what earlier tests left must not go while this one counts
     gc.collect()
     active = mx.get_active_memory()
-    m, _ = load(tmp_path)
+    m, _ = load_model(tmp_path)
     mx.reset_peak_memory()
     token, windows, state = geometry(m)
     assert mx.get_peak_memory() - active < 4096, "nothing was evaluated"
-    assert weights(m) == sum(a.nbytes for _, a in tree_flatten(tiny.model(kind).parameters()))
+    assert parameter_bytes(m) == sum(
+        a.nbytes for _, a in tree_flatten(tiny.model(kind).parameters())
+    )
     load_weights(m)
     # Other tests' arrays may be freed meanwhile.
-    assert mx.get_active_memory() - active > weights(m) - 4096
+    assert mx.get_active_memory() - active > parameter_bytes(m) - 4096
     layer = 2 * 2 * 16 * 4  # K and V, heads, dim, fp32
     full, local = {"gemma3_text": (1, 2), "gpt_oss": (1, 1), "mamba2": (0, 0)}.get(kind, (2, 0))
     assert (token, windows) == (full * layer, ((12, local * layer),) * bool(local))
@@ -165,16 +167,17 @@ def test_reading_tells_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert text == "Loading weights"
         yield lambda done, total: told.append((done, total))
 
-    monkeypatch.setattr(load_module, "progress", progress)
-    m, _ = load(tmp_path)
+    monkeypatch.setattr(checkpoint, "progress", progress)
+    m, _ = load_model(tmp_path)
     load_weights(m)
-    assert len(told) > 2 and told == sorted(told) and told[-1] == (weights(m), weights(m))
+    assert len(told) > 2 and told == sorted(told)
+    assert told[-1] == (parameter_bytes(m), parameter_bytes(m))
 
 
 def test_weights_that_are_cut_short_are_refused(tmp_path: Path) -> None:
     save(tmp_path)
     file = tmp_path / "model.safetensors"
-    m, _ = load(tmp_path)
+    m, _ = load_model(tmp_path)
     file.write_bytes(file.read_bytes()[:-4096])
     with pytest.raises(UserError, match="cannot"):
         load_weights(m)
@@ -227,22 +230,22 @@ def test_context_comes_from_the_config(caplog: pytest.LogCaptureFixture) -> None
 
 def test_load_reads_a_directory_and_says_what_is_wrong(tmp_path: Path) -> None:
     save(tmp_path)
-    model, config = load(tmp_path)
-    assert weights(model) > 0 and config["vocab_size"] == tiny.VOCAB
+    model, config = load_model(tmp_path)
+    assert parameter_bytes(model) > 0 and config["vocab_size"] == tiny.VOCAB
     config["model_type"] = "nonesuch"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="nonesuch"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_loading_leaves_no_chain_of_draws_behind(tmp_path: Path) -> None:
     """A layer draws its first weights from MLX's random state; if nobody computes them, the state
     keeps the graph of all draws since the start: 32 KiB for each load of even this model."""
     save(tmp_path)
-    load(tmp_path)
+    load_model(tmp_path)
     before = memory.footprint()
     for _ in range(100):
-        load(tmp_path)
+        load_model(tmp_path)
     assert memory.footprint() - before < 1 << 20
 
 
@@ -259,7 +262,7 @@ def test_a_trunk_alone_is_loaded(tmp_path: Path, tied: bool) -> None:
         if name.startswith("model.")
     }
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
-    loaded, _ = load(tmp_path)
+    loaded, _ = load_model(tmp_path)
     ids = mx.array([[3, 1, 4]])
     assert mx.array_equal(loaded.model(ids), m.model(ids))
     assert find_layout(loaded).layout == "rows"

@@ -15,7 +15,8 @@ from mlx.utils import tree_flatten
 from mlxspec.config import Config
 from mlxspec.load.vision import open_eyes, open_tower
 from mlxspec.load.warmup import WarmupCache
-from mlxspec.model.layout import find_layout, load, load_weights
+from mlxspec.model.checkpoint import load_model, load_weights
+from mlxspec.model.layout import find_layout
 from mlxspec.model.parallel import ALONE
 from mlxspec.model.runner import Runner
 from mlxspec.model.vision import FAMILIES, build, load_vision, seam
@@ -167,10 +168,10 @@ def test_the_first_start_tries_a_tower(kind: str, tmp_path: Path) -> None:
     """On an image that it reads alike in chunks; the next start believes it. Without a processor
     that is understood, or with a tower that makes no difference, the model stays blind."""
     vision.save(tmp_path, kind)
-    layout = find_layout(load(tmp_path)[0])
+    layout = find_layout(load_model(tmp_path)[0])
 
     def opened(**cached: Any) -> tuple[Eyes | None, WarmupCache]:
-        model, _ = load(tmp_path)
+        model, _ = load_model(tmp_path)
         load_weights(model)
         cache = WarmupCache(layout=layout, file=tmp_path / "warmup.json", **cached)
         tower = open_tower(tmp_path, Config(), ALONE)
@@ -213,7 +214,7 @@ def nodes(array: mx.array) -> int:
 def test_texts_cost_nothing(kind: str, tmp_path: Path) -> None:
     """The graph and the bits of a text are those of the same model without eyes, before an image
     was seen and after."""
-    blind, _ = load(vision.save(tmp_path, kind))
+    blind, _ = load_model(vision.save(tmp_path, kind))
     load_weights(blind)
     seen = vision.seeing(kind)
     seeing = runner_of(seen.model, seen.eyes, seen.layout)

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlxspec.config import Config
 from mlxspec.load.drafting import load_drafting
 from mlxspec.load.loader import load_engine
-from mlxspec.model.layout import load
+from mlxspec.model.checkpoint import load_model
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.block import Block
 from mlxspec.speculate.heads.eagle import Eagle3
@@ -359,7 +359,7 @@ def test_a_config_that_holds_anything(
     kind: str, values: Sequence[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A head that is left out is left out in a line; nothing is raised."""
-    target = load(kinds.target_of(kind))[0]
+    target = load_model(kinds.target_of(kind))[0]
     path = kinds.save_head(tmp_path, *kinds.trained(kind))
     depths = set()
     for place, config in with_odd_values(kinds.config_of(kind), values):

@@ -16,7 +16,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.kernels.trial import Verdict
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.load.drafting import Drafting
-from mlxspec.model.layout import load
+from mlxspec.model.checkpoint import load_model
 from mlxspec.model.pages import Pages
 from mlxspec.speculate.chain import MAX_CHAIN
 from mlxspec.speculate.heads import drafter
@@ -61,7 +61,7 @@ def expected(packaging: str) -> Params:
 @pytest.mark.parametrize("packaging", WRITERS)
 def test_every_packaging_gives_the_same_head(packaging: str, tmp_path: Path) -> None:
     path = packagings.write(packaging, tmp_path / packaging)
-    target = load(path)[0] if packaging in WHOLE else runs.plain_target()
+    target = load_model(path)[0] if packaging in WHOLE else runs.plain_target()
     head = runs.head_of(path, target)
     # A norm less one and one again may differ in its last bit.
     rounding = 1e-6 if packaging in ("raw", "sidecar-poisoned") else 0.0

@@ -20,7 +20,8 @@ from mlxspec.kernels.verify import VerdictFile
 from mlxspec.load.drafting import add_drafters, load_drafting
 from mlxspec.load.measuring import Measuring
 from mlxspec.load.warmup import PromptStore, WarmupCache
-from mlxspec.model.layout import find_layout, load
+from mlxspec.model.checkpoint import load_model
+from mlxspec.model.layout import find_layout
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
@@ -164,7 +165,7 @@ def test_logits_are_those_of_mlx_lms_layer(kind: str, answers: Any, tmp_path: Pa
 def test_mlx_lm_reads_the_same_checkpoint(tmp_path: Path) -> None:
     reference = Reference("glm4_moe")
     reference.write(tmp_path)
-    target, _ = load(tmp_path)
+    target, _ = load_model(tmp_path)
     tokens = mx.array([[3, 1, 4]])
     close(target(tokens), reference.target(tokens))
     assert load_head(find_head(tmp_path), target) and not find_head(tmp_path).standalone

@@ -30,7 +30,7 @@ from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.load import drafting, loader, server_models  # noqa: E402
 from mlxspec.load.resolve import ResolvedModel  # noqa: E402
-from mlxspec.model.layout import weights  # noqa: E402
+from mlxspec.model.checkpoint import parameter_bytes  # noqa: E402
 from mlxspec.model.mirror import Follower, runner_type  # noqa: E402
 from mlxspec.model.parallel import ProcessGroup, RankLost, join, split  # noqa: E402
 from mlxspec.types import OutOfMemory, UnsupportedModel, UserError  # noqa: E402
@@ -155,8 +155,8 @@ def logits(ranks: ProcessGroup, kind: str) -> dict[str, Any]:
     expected = np.array(whole(mx.array([PROMPT])))
     return {
         "checksums": ranks.gather(crc32(found.tobytes())),
-        "bytes": ranks.gather(weights(model(kind))),
-        "whole": weights(whole),
+        "bytes": ranks.gather(parameter_bytes(model(kind))),
+        "whole": parameter_bytes(whole),
         "off": float(np.abs(found - expected).max()),
     }
 

@@ -15,7 +15,8 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from PIL import Image as Pillow
 
-from mlxspec.model.layout import find_layout, load, load_weights
+from mlxspec.model.checkpoint import load_model, load_weights
+from mlxspec.model.layout import find_layout
 from mlxspec.model.runner import Layout
 from mlxspec.model.vision import FAMILIES, load_vision
 from mlxspec.model.vision.seam import Eyes
@@ -158,7 +159,7 @@ def seeing(kind: str) -> Seeing:
 
 def open_model(path: Path, change: Callable[[nn.Module], object] = lambda _: None) -> Seeing:
     """`change` makes what it likes of the text model, before it sees."""
-    model, files = load(path)
+    model, files = load_model(path)
     load_weights(model)
     layout = find_layout(model).layout
     change(model)

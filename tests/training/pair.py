@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxspec.model.layout import load, load_weights
+from mlxspec.model.checkpoint import load_model, load_weights
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
@@ -24,7 +24,7 @@ VOCABULARY = range(1, 640, 2)
 
 def target() -> Target:
     """The trained tiny one, in which no engine has changed anything."""
-    model, config = load(kinds.TARGET)
+    model, config = load_model(kinds.TARGET)
     load_weights(model)
     return Target(model, "tiny", config)
 

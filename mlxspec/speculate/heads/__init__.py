@@ -16,7 +16,8 @@ from mlxspec import log
 from mlxspec.kernels import cpu
 from mlxspec.model import quantized
 from mlxspec.model.cards import head_of
-from mlxspec.model.layout import bytes_of_layers, load_weights
+from mlxspec.model.checkpoint import load_weights
+from mlxspec.model.layout import bytes_of_layers
 from mlxspec.speculate.heads.assistant import load_assistant
 from mlxspec.speculate.heads.block import load_block
 from mlxspec.speculate.heads.eagle import load_eagle

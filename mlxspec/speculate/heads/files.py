@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec.files import read_json
-from mlxspec.model.layout import flat
+from mlxspec.model.checkpoint import flat
 from mlxspec.types import Json, UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")

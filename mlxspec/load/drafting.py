@@ -17,12 +17,7 @@ from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.trial import Case
 from mlxspec.load.plan import Room, shortage
-from mlxspec.model.checkpoint import (
-    context_of,
-    load_model,
-    load_weights,
-    parameter_bytes,
-)
+from mlxspec.model.checkpoint import context_of, load_model, load_weights, parameter_bytes
 from mlxspec.model.layout import LayoutChoice, find_layout, geometry
 from mlxspec.model.quantized import linear_cases
 from mlxspec.model.runner import Runner

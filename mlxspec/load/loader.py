@@ -36,12 +36,7 @@ from mlxspec.load.warmup import (
     versions,
 )
 from mlxspec.model import meter
-from mlxspec.model.checkpoint import (
-    context_of,
-    load_model,
-    load_weights,
-    parameter_bytes,
-)
+from mlxspec.model.checkpoint import context_of, load_model, load_weights, parameter_bytes
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice, find_layout, geometry
 from mlxspec.model.mirror import runner_type

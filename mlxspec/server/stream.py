@@ -57,10 +57,10 @@ class Choice:
         if output.finish in ("error", "abort"):
             self.finish = output.finish
             raise failure(output)
-        detokenizer, read = self.detokenizer, self.detokenizer.count
+        read = self.detokenizer.count
         self.output = output
         parts = self._parts(output) if self.parser else self._text(output)
-        self.ids += output.tokens[: detokenizer.count - read]
+        self.ids += output.tokens[: self.detokenizer.count - read]
         self.finish = "stop" if self.stops.stopped is not None else output.finish
         ends = [n for n, part in enumerate(parts, 1) if part.ends]
         if self.single and ends:

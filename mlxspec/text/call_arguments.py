@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mlxspec.text.formats import ChatFormat
-from mlxspec.text.layouts import TAGS, Layout, loose
+from mlxspec.text.layouts import TAGS, CallLayout, loose
 from mlxspec.text.literals import dumped
 from mlxspec.text.messages import Types
 from mlxspec.text.parameters import ParameterArguments, end_pattern
@@ -70,7 +70,13 @@ def skipped(form: ChatFormat) -> Pattern:
     """The pattern of text before a call that means nothing in this format."""
     edges = set()
     for layout in form.layouts:
-        texts = [layout.start, layout.opens, layout.closes, layout.between, layout.ends]
+        texts = [
+            layout.start_marker,
+            layout.section_opens,
+            layout.call_closes,
+            layout.between,
+            layout.section_closes,
+        ]
         texts += re.findall(TAGS, "".join(texts))
         edges |= {loose(text.strip()) for text in texts if re.search(r"[^\W\d]|>>", text)}
     longest = sorted(edges, key=len, reverse=True)
@@ -79,19 +85,20 @@ def skipped(form: ChatFormat) -> Pattern:
 
 
 @lru_cache
-def head_patterns(form: ChatFormat) -> list[tuple[Pattern, Layout | None]]:
+def head_patterns(form: ChatFormat) -> list[tuple[Pattern, CallLayout | None]]:
     """The patterns of calls up to their arguments, with the name as a group; and the layout if the
     arguments are parameters."""
     before = skipped(form).pattern
-    patterns: list[tuple[Pattern, Layout | None]] = [(re.compile(before + JSON_HEAD), None)]
+    patterns: list[tuple[Pattern, CallLayout | None]] = [(re.compile(before + JSON_HEAD), None)]
     for layout in form.layouts:
         opens = before + loose(layout.name_opens.removesuffix("functions.")) + TOOL
-        after = loose(layout.after) if layout.name_opens else f"(?:{loose(layout.after)})?"
+        after_name = loose(layout.after_name)
+        after = after_name if layout.name_opens else f"(?:{after_name})?"
         if layout.style != "words":
             patterns.append((re.compile(opens + after + OBJECT), None))
         if layout.style == "tags":
             first = f"(?={loose(layout.key)}|{end_pattern(form, layout)})"
-            patterns.append((re.compile(opens + loose(layout.after) + first), layout))
+            patterns.append((re.compile(opens + after_name + first), layout))
     return patterns
 
 

@@ -13,9 +13,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.formats import format_of, has_headers
+from mlxspec.text.patterns import END, NOTHING, any_of
 
-NOTHING = "(?!)"  # the pattern that matches nothing
-END = r"|\Z"  # a branch of a pattern: or the end of the text
 MARK = "\ufdd0"  # a noncharacter of Unicode
 
 
@@ -35,7 +34,7 @@ class ControlTokens:
         form = format_of(t)
         markers = {form.think_start}
         for layout in form.layouts:
-            markers |= {layout.start, layout.end}
+            markers |= {layout.start_marker, layout.end_marker}
         if not has_headers(t):  # there it ends more than the reasoning
             markers.add(form.think_end)
         words = []
@@ -66,31 +65,6 @@ control_tokens_of = lru_cache(16)(ControlTokens)
 
 def _beginnings(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile(f"(?={any_of(words, END)}).", re.DOTALL)
-
-
-def any_of(words: Iterable[str], end: str = "") -> str:
-    """A pattern for the longest of `words`, or for the beginning of one before `end`. It is a trie:
-    some models have a thousand words, too many to try one by one."""
-    rests: dict[str, list[str]] = {}
-    for word in words:
-        rests.setdefault(word[:1], []).append(word[1:])
-    whole = rests.pop("", None)
-    if not rests:
-        return "" if whole else NOTHING
-    branches = []
-    for first, rest in rests.items():
-        branches.append(re.escape(first) + any_of(rest, end))
-    choice = "|".join(branches)
-    pattern = f"(?:{choice}{end})"
-    if whole:
-        pattern += "?"
-    return pattern
-
-
-def plain_text(begins: Iterable[str]) -> re.Pattern[str]:
-    """The pattern of text without these characters and without white space at its end."""
-    excluded = re.escape(MARK + "".join(begins))
-    return re.compile(rf"[^{excluded}]*[^{excluded}\s]")
 
 
 def marked(value: Any, begins: re.Pattern[str]) -> Any:

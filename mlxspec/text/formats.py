@@ -17,7 +17,7 @@ from mlxspec.text.layouts import (
     OTHER,
     PIECE,
     TAG,
-    Layout,
+    CallLayout,
     NamedCall,
     common_length,
     learn_layout,
@@ -61,7 +61,7 @@ class ChatFormat:
     format for calls of the history, if the template leaves them out. `text_markers`: the markers
     around a text. The markers of its reasoning are "" if it has none."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[CallLayout, ...]
     learned: bool
     history_format: str
     text_markers: tuple[str, ...]
@@ -122,7 +122,7 @@ def has_headers(tokenizer: TokenizerWrapper) -> bool:
 
 
 @lru_cache
-def layout_of(name: str) -> Layout:
+def layout_of(name: str) -> CallLayout:
     """The layout of a known format."""
     layout = learn_layout(lambda calls: render_calls(name, calls))
     assert layout, name
@@ -177,7 +177,9 @@ def template_calls(
     return _difference(_render_answer(tokenizer, tools, tool_calls=_as_turn(calls)), plain)
 
 
-def _template_layout(tokenizer: TokenizerWrapper, empty_thought: str) -> tuple[Layout | None, bool]:
+def _template_layout(
+    tokenizer: TokenizerWrapper, empty_thought: str
+) -> tuple[CallLayout | None, bool]:
     """The layout of calls that the template writes into the history, None if it writes none or one
     that is not understood; and whether it leaves calls out. `empty_thought`: the pattern of
     reasoning without text."""

@@ -48,10 +48,10 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a model writes calls, as the text around what varies: `opens` begins the section; each
-    call is `before`, its name, `after`, its arguments and `closes`, with `between` two of them;
-    `ends` closes the section.
+class CallLayout:
+    """How a model writes calls, as the text around what varies: `section_opens`, calls with
+    `between` two of them, and `section_closes`; each call is `call_opens`, its name, `after_name`,
+    its arguments and `call_closes`.
 
     `style`: the arguments are a JSON object; or parameters in `tags`, each `key`, its name and a
     value; or `words`, as in a call in Python, whose values end at a comma; or the `whole` call is
@@ -61,12 +61,12 @@ class Layout:
     the word for true.
     """
 
-    opens: str
-    before: str
-    after: str
-    closes: str
+    section_opens: str
+    call_opens: str
+    after_name: str
+    call_closes: str
     between: str = ""
-    ends: str = ""
+    section_closes: str = ""
     style: Literal["json", "tags", "words", "whole"] = "json"
     key: str = ""
     values: tuple[Value, ...] = ()
@@ -77,28 +77,28 @@ class Layout:
     true: str = "true"
 
     @cached_property
-    def start(self) -> str:
+    def start_marker(self) -> str:
         """The marker that opens calls; "" if there is none."""
-        match = MARKER.match((self.opens + self.before).lstrip())
+        match = MARKER.match((self.section_opens + self.call_opens).lstrip())
         return match[0] if match else ""
 
     @cached_property
-    def end(self) -> str:
-        """The marker that closes what `start` opens; "" if there is none."""
-        per_call = not self.opens.strip()
-        tags = re.findall(TAGS, self.closes if per_call else self.ends)
+    def end_marker(self) -> str:
+        """The marker that closes what `start_marker` opens; "" if there is none."""
+        per_call = not self.section_opens.strip()
+        tags = re.findall(TAGS, self.call_closes if per_call else self.section_closes)
         return str(tags[-1 if per_call else 0]) if tags else ""
 
     @cached_property
     def name_opens(self) -> str:
         """The text between the start marker and a name."""
-        text = self.before.strip()
-        return text.removeprefix(self.start).lstrip() if self.start else text
+        text = self.call_opens.strip()
+        return text.removeprefix(self.start_marker).lstrip() if self.start_marker else text
 
     def render(self, name: str, arguments: str) -> str:
         """The text of a call with these arguments in JSON; not for a layout with parameters."""
-        call = f"{self.before}{name}{self.after}{arguments}{self.closes}"
-        return (self.opens + call + self.ends).strip()
+        call = f"{self.call_opens}{name}{self.after_name}{arguments}{self.call_closes}"
+        return (self.section_opens + call + self.section_closes).strip()
 
 
 def loose(text: str) -> str:
@@ -125,7 +125,7 @@ def common_length(pieces: Sequence[str], others: Sequence[str]) -> int:
     return sum(takewhile(bool, same))
 
 
-def learn_layout(write: Write) -> Layout | None:
+def learn_layout(write: Write) -> CallLayout | None:
     """The layout of the calls that `write` writes; None if they have no names and arguments, or
     have them in their markup too."""
     one = write([(NAME, ARGUMENTS)])
@@ -135,7 +135,7 @@ def learn_layout(write: Write) -> Layout | None:
     before, rest = one[:at], one[at + len(NAME) :]
     if span := _json_in(rest, ARGUMENTS):
         first, end = span
-        return _with_section(write, Layout("", before, rest[:first], rest[end:]))
+        return _with_section(write, CallLayout("", before, rest[:first], rest[end:]))
     pattern = "(.*?)".join(["", KEY_A, VALUE_A, KEY_B, VALUE_B])
     rest, last = [_with_same_key(text) for text in rest.rpartition(VALUE_B)[::2]]
     parts = re.fullmatch(f"{pattern}(.*)", f"{rest}{VALUE_B}{last}", re.DOTALL)
@@ -143,16 +143,16 @@ def learn_layout(write: Write) -> Layout | None:
         return _whole(one)
     layout = _with_parameters(write, before, *map(PIECE.findall, parts.groups()))
     texts = [
-        layout.opens,
-        layout.after,
-        layout.closes,
-        layout.ends,
+        layout.section_opens,
+        layout.after_name,
+        layout.call_closes,
+        layout.section_closes,
         layout.key,
         layout.separator,
     ]
     texts += [text for value in layout.values for text in (value.opens, value.closes)]
     mixed = any(word in text for text in texts for word in (NAME, *ARGUMENTS, *ARGUMENTS.values()))
-    named = layout.style == "tags" or layout.after.strip() in ("(", "{")
+    named = layout.style == "tags" or layout.after_name.strip() in ("(", "{")
     if mixed:
         return None
     return layout if named else _whole(one)
@@ -166,12 +166,12 @@ def _with_same_key(text: str) -> str:
     return before + value + after.replace(KEY_A, SAME_KEY)
 
 
-def _whole(one: str) -> Layout | None:
+def _whole(one: str) -> CallLayout | None:
     """The layout of a call that is one object, from the text around it."""
     match = re.fullmatch(r"([^{]*)\{.*\}([^}]*)", one, re.DOTALL)
     if not match or NAME not in one or KEY_A not in one:
         return None
-    return Layout("", match[1], "", match[2], style="whole")
+    return CallLayout("", match[1], "", match[2], style="whole")
 
 
 def _json_in(text: str, arguments: Json) -> tuple[int, int] | None:
@@ -186,7 +186,7 @@ def _json_in(text: str, arguments: Json) -> tuple[int, int] | None:
     return None
 
 
-def _with_section(write: Write, layout: Layout) -> Layout:
+def _with_section(write: Write, layout: CallLayout) -> CallLayout:
     """The layout of several calls, from that of one, in which the section belongs to the call. It
     stays as it is if two calls are refused."""
     first: Json = {KEY_A: VALUE_A}
@@ -200,8 +200,8 @@ def _with_section(write: Write, layout: Layout) -> Layout:
     except Exception:  # a template raises whatever its author chose
         return layout
     closes, before = (
-        PIECE.findall(layout.closes),
-        PIECE.findall(layout.before),
+        PIECE.findall(layout.call_closes),
+        PIECE.findall(layout.call_opens),
     )
     between = PIECE.findall(text[end:other].replace(KEY_A, SAME_KEY))
     n = common_length(closes, between)
@@ -210,15 +210,16 @@ def _with_section(write: Write, layout: Layout) -> Layout:
     m = len(before) - common_length(before[::-1], between[n:][::-1])
     split = replace(
         layout,
-        opens="".join(before[:m]),
-        before="".join(before[m:]),
-        closes="".join(closes[:n]),
+        section_opens="".join(before[:m]),
+        call_opens="".join(before[m:]),
+        call_closes="".join(closes[:n]),
         between="".join(between[n : len(between) - len(before) + m]),
-        ends="".join(closes[n:]),
+        section_closes="".join(closes[n:]),
     )
     # The end of the turn may follow the last marker.
-    end = split.ends.find(split.end) + len(split.end) if split.end else len(split.ends)
-    return replace(split, ends=split.ends[:end] if split.opens.strip() else "")
+    text, marker = split.section_closes, split.end_marker
+    end = text.find(marker) + len(marker) if marker else len(text)
+    return replace(split, section_closes=text[:end] if split.section_opens.strip() else "")
 
 
 def _with_parameters(
@@ -229,7 +230,7 @@ def _with_parameters(
     next_: list[str],
     _: list[str],
     last: list[str],
-) -> Layout:
+) -> CallLayout:
     """The layout of calls whose arguments are parameters."""
     n = common_length(next_, last)
     while n and next_[n - 1].isspace():
@@ -238,7 +239,7 @@ def _with_parameters(
     while m and first[-m].isspace():
         m -= 1
     closes = "".join(next_[:n])
-    layout = Layout(
+    layout = CallLayout(
         "",
         before,
         "".join(first[: len(first) - m]),
@@ -249,14 +250,14 @@ def _with_parameters(
     )
     layout = _with_section(write, layout)
     none = write([(NAME, {})])
-    empty = none[none.rfind(NAME) + len(NAME) :].removesuffix(layout.ends)
-    if tags := re.findall(TAG, layout.closes):  # the end of the turn may follow the last one
+    empty = none[none.rfind(NAME) + len(NAME) :].removesuffix(layout.section_closes)
+    if tags := re.findall(TAG, layout.call_closes):  # the end of the turn may follow the last one
         empty = empty[: empty.find(tags[-1]) + len(tags[-1])]
-    layout = replace(layout, closes=layout.closes.removeprefix(closes), empty=empty)
+    layout = replace(layout, call_closes=layout.call_closes.removeprefix(closes), empty=empty)
     return _with_values(write, layout, "".join(last[n:]))
 
 
-def _with_values(write: Write, layout: Layout, ending: str) -> Layout:
+def _with_values(write: Write, layout: CallLayout, ending: str) -> CallLayout:
     """The layout with all forms of values, from one with that of a plain string. `ending`: the
     text after the last value of a turn."""
     [plain] = layout.values

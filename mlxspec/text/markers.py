@@ -9,9 +9,9 @@ from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import FINAL, MESSAGE_END, NEXT_MESSAGE, ChatFormat, format_of, is_harmony
 from mlxspec.text.layouts import MARKER, TAGS
+from mlxspec.text.patterns import END, any_of, plain_text
 
 Edges = dict[str, dict[str, str]]  # state -> marker -> the next state
 
@@ -46,8 +46,8 @@ REASONING_STATES = (REASONING, REASONING_CALL)
 @lru_cache
 def call_edges(form: ChatFormat) -> re.Pattern[str]:
     """The markers at the two ends of a text of calls."""
-    starts = any_of(layout.start for layout in form.layouts if layout.start)
-    ends = any_of(layout.end for layout in form.layouts if layout.end)
+    starts = any_of(layout.start_marker for layout in form.layouts if layout.start_marker)
+    ends = any_of(layout.end_marker for layout in form.layouts if layout.end_marker)
     return re.compile(rf"\A\s*(?:{starts})|(?:{ends})\s*\Z")
 
 
@@ -91,7 +91,7 @@ def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> 
         reasoning[form.think_end] = NORMAL
     headed = any(state == CALL for markers in headers.values() for _, state in markers)
     for layout in form.layouts if calls else ():
-        start, end = layout.start, layout.end
+        start, end = layout.start_marker, layout.end_marker
         if end:
             edges[CALL][end], edges[REASONING_CALL][end] = CONTENT, REASONING
             content[end] = NORMAL  # of a call without its start
@@ -102,7 +102,7 @@ def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> 
             if form.think_start and not constrained:
                 reasoning[start] = edges[REASONING_CALL][start] = REASONING_CALL
                 edges[REASONING_CALL][form.think_end] = NORMAL
-        inner, closes = MARKER.match(layout.name_opens), re.search(TAGS, layout.closes)
+        inner, closes = MARKER.match(layout.name_opens), re.search(TAGS, layout.call_closes)
         if inner and closes and re.match(TAG_BEGINS, inner[0]) and not headed:
             if not any(marker.startswith(inner[0]) for marker in (*content, start)):
                 content[inner[0]] = BARE_CALL

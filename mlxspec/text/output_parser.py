@@ -90,10 +90,12 @@ class OutputParser:
         self._edges = transitions(tokenizer, calls, self.constrained)
         self._patterns = marker_patterns(tokenizer, calls, self.constrained)
         self._plain = plain_patterns(tokenizer, calls, self.constrained)
-        self._ends = {layout.end for layout in form.layouts if layout.end}
+        self._ends = {layout.end_marker for layout in form.layouts if layout.end_marker}
         # Calls like those of Python in brackets, without markers.
-        self._bare = any(not layout.start and layout.style == "words" for layout in form.layouts)
-        tagged = re.match(TAG_BEGINS, form.layouts[0].start)
+        self._bare = any(
+            not layout.start_marker and layout.style == "words" for layout in form.layouts
+        )
+        tagged = re.match(TAG_BEGINS, form.layouts[0].start_marker)
         self._untagged = calls and not (self.constrained and tagged)
         # The end of the text that may be a marker or begin one; the prompt may end in one.
         self._tail = form.think_start if self.thinking else ""
@@ -277,7 +279,11 @@ class OutputParser:
     def _in_string(self) -> bool:
         """Whether the held text, of calls that are read as a whole, ends inside a string."""
         held = self._held.lstrip()
-        opened = (each for each in self._form.layouts if each.start and held.startswith(each.start))
+        opened = (
+            each
+            for each in self._form.layouts
+            if each.start_marker and held.startswith(each.start_marker)
+        )
         layout = next(opened, self._form.layouts[0])
         quote = string_quote(layout) if layout.style == "words" else '"'
         if layout.style not in ("words", "whole") or quote == "'":
@@ -297,11 +303,11 @@ class OutputParser:
         have no markers or whose prompts end with them."""
         layout = self._form.layouts[0]
         held = self._held[:MAX_HEAD].lstrip()
-        if layout.style != "json" or layout.name_opens or re.match(TAG_BEGINS, layout.start):
+        if layout.style != "json" or layout.name_opens or re.match(TAG_BEGINS, layout.start_marker):
             return False
-        if layout.start.startswith(held) and self.calls:
+        if layout.start_marker.startswith(held) and self.calls:
             return True
-        held = held.removeprefix(layout.start)
+        held = held.removeprefix(layout.start_marker)
         return any(tool.startswith(held) or held.startswith(tool) for tool in self._types)
 
     def _is_list(self) -> bool:

@@ -12,19 +12,23 @@ from typing import Any
 
 import regex
 
-from mlxspec.text.control_tokens import END, any_of, plain_text
 from mlxspec.text.formats import ChatFormat
-from mlxspec.text.layouts import SAME_KEY, TAG, TAGS, Layout, Value, loose
+from mlxspec.text.layouts import SAME_KEY, TAG, TAGS, CallLayout, Value, loose
 from mlxspec.text.literals import NOT_JSON, dumped, literal, unescaped
 from mlxspec.text.messages import clean
+from mlxspec.text.patterns import END, any_of, plain_text
 
 CONTROL = re.compile(r"[\x00-\x1f]")
 NULLS = ("null", "None")
 
 
-def end_pattern(form: ChatFormat, layout: Layout) -> str:
+def end_pattern(form: ChatFormat, layout: CallLayout) -> str:
     """The pattern of the markers that end a call, or all of them."""
-    tags = [*re.findall(TAGS, layout.closes + layout.ends), layout.start, form.think_end]
+    tags = [
+        *re.findall(TAGS, layout.call_closes + layout.section_closes),
+        layout.start_marker,
+        form.think_end,
+    ]
     return "|".join(loose(tag) for tag in tags if tag)
 
 
@@ -37,7 +41,7 @@ class ParameterPatterns:
     follows. `closing`: its text. `ends`: the markers that end the call. `ending`: its end, if the
     last value's is left out."""
 
-    def __init__(self, form: ChatFormat, layout: Layout, name: str = "") -> None:
+    def __init__(self, form: ChatFormat, layout: CallLayout, name: str = "") -> None:
         """`name`: the key of the value, if the text after a value has it."""
         key, ends = loose(layout.key), end_pattern(form, layout)
         opens = [f"(?P<w{i}>{_opens(value, layout)})" for i, value in enumerate(layout.values)]
@@ -49,8 +53,8 @@ class ParameterPatterns:
         openings = "|".join(loose(value.opens.rstrip()) for value in layout.values)
         line = r"\n" if "\n" in layout.separator else r"\n?"
         forgotten = rf"{line}(?P<next>{key}(?P<name>[^<>\n\"]+?)(?:{openings}))"
-        call = loose(layout.closes.strip())
-        forgotten += rf"|\n?(?P<next>{call}\s{{0,64}}{loose(layout.start)})" if call else ""
+        call = loose(layout.call_closes.strip())
+        forgotten += rf"|\n?(?P<next>{call}\s{{0,64}}{loose(layout.start_marker)})" if call else ""
         tag = re.match(r"<\w+", layout.key.strip())
         malformed = rf"|{tag[0]}[^<\w]" if tag else ""
         begins = rf"(?:{key}|{ends}{malformed}))"
@@ -65,13 +69,13 @@ class ParameterPatterns:
             anything = ")" if closes else follows
             self.bare.append(regex.compile(f"{closes}(?P<next>{anything}{others}"))
         # Text in which nothing of this begins, nor white space that may belong to it.
-        edges = [layout.key, layout.closes, *(value.closes for value in layout.values)]
+        edges = [layout.key, layout.call_closes, *(value.closes for value in layout.values)]
         self.plain = plain_text("<".join(text.strip()[:1] for text in edges))
         self.ends = regex.compile(ends)
         self.ending = regex.compile(rf"\s{{0,64}}{call or '(?!)'}\s{{0,64}}(?:{ends})?\s*\Z")
 
 
-def _opens(value: Value, layout: Layout) -> str:
+def _opens(value: Value, layout: CallLayout) -> str:
     """The pattern before a value. White space at its end is the template's, but only once."""
     text = value.opens.rstrip()
     padding = value.opens[len(text) :]
@@ -101,7 +105,7 @@ class ParameterArguments:
     on is emitted as it is, which is not JSON: better than a call without it."""
 
     form: ChatFormat
-    layout: Layout
+    layout: CallLayout
     types: Mapping[str, set[str]]  # of parameters
     patterns: ParameterPatterns = field(init=False)
     rest: str = ""
@@ -246,7 +250,9 @@ class ParameterArguments:
             if match and re.search(TAG, match[0]):
                 self.rest = self.rest[: match.start()] + self.patterns.closing[self._index]
                 self._at = min(self._at, match.start())
-        return self.feed(self.layout.closes + self.layout.ends + self.layout.end)
+        return self.feed(
+            self.layout.call_closes + self.layout.section_closes + self.layout.end_marker
+        )
 
     def _begin(self, key: str | None, group: str | None) -> str:
         """Begin a parameter, or without a key the end of the call."""

@@ -54,7 +54,7 @@ def failed_proofs(tokenizer: TokenizerWrapper) -> tuple[str, ...]:
     form = format_of(tokenizer)
     if not form.learned or has_headers(tokenizer):
         return ()
-    closers = [value.closes for value in form.layouts[0].values] + [form.layouts[0].closes]
+    closers = [value.closes for value in form.layouts[0].values] + [form.layouts[0].call_closes]
     markup = " b".join(["a", *closers, "c"]).replace(SAME_KEY, "text")
     for token in tokenizer.added_tokens_decoder.values():
         markup = markup.replace(token.content, "") if token.special else markup  # no client's

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxspec.text.call_arguments import tool_named
 from mlxspec.text.formats import ChatFormat
-from mlxspec.text.layouts import Layout
+from mlxspec.text.layouts import CallLayout
 from mlxspec.text.literals import NOT_JSON, Literals, literal
 from mlxspec.text.messages import as_list, clean
 from mlxspec.types import Json
@@ -51,18 +51,20 @@ def _json_values(text: str) -> list[Any]:
     return values
 
 
-def string_quote(layout: Layout) -> str:
+def string_quote(layout: CallLayout) -> str:
     """What stands before and after a string in calls like those of Python."""
     strings = next(value for value in layout.values if value.string is not False)
     return strings.opens.lstrip(":= ")
 
 
-def _word_calls(text: str, layout: Layout, tools: Collection[str]) -> list[NamedArguments]:
+def _word_calls(text: str, layout: CallLayout, tools: Collection[str]) -> list[NamedArguments]:
     """One or more calls, in the notation of Python or Gemma."""
     quote = string_quote(layout) if layout.raw else ""
     opens = re.escape(layout.name_opens)
-    text = text.strip().removeprefix(layout.opens.strip().removeprefix(layout.start).strip())
-    text = text.removesuffix(layout.ends.strip().removesuffix(layout.end).strip())
+    text = text.strip().removeprefix(
+        layout.section_opens.strip().removeprefix(layout.start_marker).strip()
+    )
+    text = text.removesuffix(layout.section_closes.strip().removesuffix(layout.end_marker).strip())
     head = re.compile(rf"[\s,;\[]*(?:{opens})?([^\s(){{}}\[\],\"'<>]+)\s*([({{])")
     calls: list[NamedArguments] = []
     reader = Literals(text, quote)

@@ -102,7 +102,8 @@ def test_prose_about_a_format_in_any_pieces(
     is lost."""
     tokenizer = tokenizers[name]
     layout = format_of(tokenizer).layouts[0]
-    marks = [layout.start, layout.end, layout.key, "The module ", "write_file", "{", "[", "\n", "a"]
+    marks = [layout.start_marker, layout.end_marker, layout.key]
+    marks += ["The module ", "write_file", "{", "[", "\n", "a"]
     prose = "".join(
         data.draw(st.lists(st.sampled_from([each for each in marks if each]), max_size=6))
     )
@@ -216,7 +217,7 @@ def test_forced_calls_are_read_and_conform(tokenizers: dict[str, Any], name: str
         said = said_under(tokenizer, make(), Random(seed))
         if said is None:
             continue
-        assert said.startswith(format_of(tokenizer).layouts[0].start) or name in IN_JSON
+        assert said.startswith(format_of(tokenizer).layouts[0].start_marker) or name in IN_JSON
         calls = called(tokenizer, [said], FORCED, constrained=True)
         assert calls, said
         for tool, arguments in calls:

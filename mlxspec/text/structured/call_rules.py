@@ -19,13 +19,12 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.control_tokens import any_of
 from mlxspec.text.formats import format_of, layout_of
 from mlxspec.text.layouts import (
     CALL_ID,
     OTHER,
     SAME_KEY,
-    Layout,
+    CallLayout,
 )
 from mlxspec.text.messages import (
     RejectedRequest,
@@ -33,6 +32,7 @@ from mlxspec.text.messages import (
     rejected,
     types_of,
 )
+from mlxspec.text.patterns import any_of
 from mlxspec.text.proof import forces_own_format
 from mlxspec.text.structured.json_schema import (
     first_line,
@@ -257,7 +257,7 @@ class _Rules:
         self._special = {token.content for _, token in added if token.special}
         self._token_pattern = re.compile(f"({any_of(self._tokens)})")
 
-    def section(self, layout: Layout, functions: Sequence[Function], single: bool) -> str:
+    def section(self, layout: CallLayout, functions: Sequence[Function], single: bool) -> str:
         """The rule of a section of calls. Neighbouring texts are one string: llguidance matches the
         longest, so none may begin another."""
         bodies = []
@@ -265,17 +265,19 @@ class _Rules:
             name = json.dumps(json.dumps(function["name"], ensure_ascii=False)[1:-1])
             if layout.style == "json":
                 arguments = arguments_rule(function)
-                body = f"{self._text(layout.after)} {arguments} {self._text(layout.closes)}"
+                body = (
+                    f"{self._text(layout.after_name)} {arguments} {self._text(layout.call_closes)}"
+                )
             else:
                 body = self._parameters(layout, function)
             bodies.append(f"{name} {body}")
         call, more = self._rule(" | ".join(bodies)), ""
-        if not single and (layout.start or layout.between) and OTHER not in layout.between:
-            more = f"({self._text(layout.between + layout.before)} {call})*"
-        begin = self._text((layout.opens + layout.before).lstrip())
-        return f"{begin} {call} {more} {self._text(layout.ends.rstrip())}"
+        if not single and (layout.start_marker or layout.between) and OTHER not in layout.between:
+            more = f"({self._text(layout.between + layout.call_opens)} {call})*"
+        begin = self._text((layout.section_opens + layout.call_opens).lstrip())
+        return f"{begin} {call} {more} {self._text(layout.section_closes.rstrip())}"
 
-    def _parameters(self, layout: Layout, function: Function) -> str:
+    def _parameters(self, layout: CallLayout, function: Function) -> str:
         """The rule after the name of a call with parameters, which come in the order of the schema:
         `rest` after a parameter, `first` before all."""
         schema = function["parameters"]
@@ -292,11 +294,11 @@ class _Rules:
             first, rest = self._rule(alone), self._rule(after)
         if first == '""':
             return self._text(layout.empty)
-        return f"{self._text(layout.after)} {first} {self._text(layout.closes)}"
+        return f"{self._text(layout.after_name)} {first} {self._text(layout.call_closes)}"
 
     def _value(
         self,
-        layout: Layout,
+        layout: CallLayout,
         schema: Json,
         name: str,
         function: Function,

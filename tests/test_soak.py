@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.support import soak
+from tests.support.api_requests import KINDS
 from tests.support.churn import CALM, churn
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
@@ -40,4 +41,6 @@ def test_everything_on() -> None:
     answered = {what.removeprefix("answered ") for what in seen.counts if "answered" in what}
     assert answered >= {"/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"}
     assert answered >= {"/v1/fim/completions", "/infill", "/v1/embeddings", "/api/embed"}
+    assert all(seen.counts[f"with {kind}"] for kind in KINDS)
+    assert seen.counts["images read"] and seen.counts["loops ended"] and seen.counts["preflights"]
     assert seen.counts["left in the middle"] and seen.counts["refused"] and seen.storms

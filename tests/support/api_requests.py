@@ -5,13 +5,17 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 import numpy as np
 
-from tests.heads import kinds, runs
+from mlxspec.server.body import PRIORITY
+from tests.heads import kinds, packagings, runs
 from tests.heads.language import Language
+from tests.server.test_images import PLACES, b64, part_of, text_of
+from tests.support import vision
 
 Json = dict[str, Any]
 Place = tuple[Any, ...]
@@ -26,18 +30,56 @@ TOOL: Json = {
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": NUMBERS}}
 
+SEEING = "seeing"  # the model that sees, whose calls are in a form that is made up
+PROFILE = "chained:fast"
+SYSTEM = "the system and the user"
+PROFILES = f"""[models."{PROFILE}"]
+temperature = 0.0
+system = "{SYSTEM}"
+priority = -5
+"""
+PAGE, FOREIGN = "app://obsidian.md", "https://evil.example"  # pages that may use it, and may not
+ALLOWED = "access-control-allow-"
+PREFLIGHT = {  # of a browser, before a page's request
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+IMAGES, LEARNED, BY_PROFILE = "images", "a learned form of calls", "a profile"
+BY_PRIORITY, FROM_PAGE, LOOP = "a priority", "a page's origin", "a loop that the guard ended"
+KINDS = (IMAGES, LEARNED, BY_PROFILE, BY_PRIORITY, FROM_PAGE, LOOP)
+PNG, PIXEL, OTHER = vision.png(24, 16), vision.png(24, 16, change=9), vision.png(32, 40, seed=1)
+BROKEN = (PNG[:60], b"hello")  # cut off, and none at all
+
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """A request. `refused`: the status that it is to be refused with, 0: it is to be answered."""
+    """A request. `refused`: the status that it is to be refused with, 0: it is to be answered.
+    `kind`: one of KINDS, or "". `meaning`: the body of a plain request that has the same answer; by
+    itself the body."""
 
     path: str
     body: Json
     refused: int = 0
+    kind: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    meaning: Json = field(default_factory=dict)
 
     @property
     def data(self) -> bytes:
         return json.dumps(self.body).encode()
+
+    @property
+    def plain(self) -> bytes:
+        return json.dumps(self.meaning or self.body).encode()
+
+    @property
+    def images(self) -> int:
+        return self.data.count(b64(PNG[:12]).encode())
+
+    def of(self, model: str) -> "Ask":
+        """The same for a model, if the request names none."""
+        body = {"model": model, **self.body}
+        return replace(self, body=body, meaning=self.meaning and {"model": model, **self.meaning})
 
 
 def asks(models: Mapping[str, list[list[int]]]) -> list[Ask]:
@@ -46,8 +88,11 @@ def asks(models: Mapping[str, list[list[int]]]) -> list[Ask]:
     found = []
     for model, prompts in models.items():
         made = [*_chats(rng), *_tools(rng), *_gaps(rng), *_texts(prompts), *_vectors(rng)]
-        found += [Ask(a.path, {"model": model, **a.body}, a.refused) for a in made]
-    return [*found, *_bad()]
+        made += [*_priorities(rng), *_pages(rng), _loop()]
+        found += [ask.of(model) for ask in made]
+    calls = [replace(ask, kind=LEARNED) for ask in _tools(rng, 90) if "tool_choice" in ask.body]
+    made = [*_chats(rng), *calls, *_sights(rng), *_bad_sights(), *_vectors(rng)]
+    return [*found, *(ask.of(SEEING) for ask in made), *_profiled(rng), *_bad()]
 
 
 def _said(rng: random.Random) -> str:
@@ -75,17 +120,17 @@ def _chats(rng: random.Random) -> Iterator[Ask]:
     yield Ask("/api/chat", {"messages": messages, "options": options, "format": NUMBERS})
 
 
-def _tools(rng: random.Random) -> Iterator[Ask]:
+def _tools(rng: random.Random, most: int = 40) -> Iterator[Ask]:
     for stream in STREAMS:
         messages = [{"role": "user", "content": _said(rng)}]
-        chat = {"messages": messages, "max_tokens": 40, "temperature": 0.0, "stream": stream}
+        chat = {"messages": messages, "max_tokens": most, "temperature": 0.0, "stream": stream}
         tools: list[Any] = [{"type": "function", "function": TOOL}]
         yield Ask("/v1/chat/completions", chat | {"tools": tools, "tool_choice": "required"})
         options = {"temperature": 0.0, "num_predict": 20}
         told = {"messages": messages, "tools": tools, "options": options, "stream": stream}
         yield Ask("/api/chat", told)
         tools = [{"type": "function", **TOOL}]
-        created = {"input": _said(rng), "max_output_tokens": 40, "temperature": 0.0}
+        created = {"input": _said(rng), "max_output_tokens": most, "temperature": 0.0}
         created |= {"stream": stream, "store": False}
         yield Ask("/v1/responses", created | {"tools": tools, "tool_choice": "required"})
         named = {"name": TOOL["name"], "input_schema": TOOL["parameters"]}
@@ -120,6 +165,99 @@ def _vectors(rng: random.Random) -> Iterator[Ask]:
     yield Ask("/api/embed", {"input": _said(rng), "dimensions": 16})
 
 
+def _priorities(rng: random.Random) -> Iterator[Ask]:
+    """Who goes first, in every way to say it, and a wrong one."""
+    for number in (-5, 3, 200):
+        options = {"temperature": 0.0, "num_predict": 12}
+        turns = {"messages": [{"role": "user", "content": _said(rng)}], "stream": number < 0}
+        chat = turns | {"max_tokens": 12, "temperature": 0.0}
+        first = {"priority": number}
+        path = "/v1/chat/completions"
+        yield Ask(path, chat | first, kind=BY_PRIORITY, meaning=chat)
+        yield Ask("/v1/messages", chat, kind=BY_PRIORITY, headers={PRIORITY: str(number)})
+        yield Ask(path, chat | {"service_tier": "flex"}, kind=BY_PRIORITY, meaning=chat)
+        told, plain = ({**turns, "options": options | each} for each in (first, {}))
+        yield Ask("/api/chat", told, kind=BY_PRIORITY, meaning=plain)
+    yield Ask(path, chat | {"priority": 1001}, 400)
+    yield Ask(path, chat, 400, headers={PRIORITY: "high"})
+
+
+def _pages(rng: random.Random) -> Iterator[Ask]:
+    """What a web page may read, errors too, and what one may not."""
+    messages = [{"role": "user", "content": _said(rng)}]
+    for stream in STREAMS:
+        chat = {"messages": messages, "max_tokens": 12, "temperature": 0.0, "stream": stream}
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            yield Ask(path, chat, kind=FROM_PAGE, headers={"origin": PAGE})
+            yield Ask(path, {"messages": 5}, 400, headers={"origin": PAGE})
+            yield Ask(path, chat, 403, headers={"origin": FOREIGN})
+
+
+def _loop() -> Ask:
+    """The same letter for ever."""
+    token = packagings.read_json(kinds.TARGET / "tokenizer.json")["model"]["vocab"]["h"]
+    body = {"prompt": "hello", "max_tokens": 400, "logit_bias": {str(token): 100}}
+    return Ask("/v1/completions", body | {"temperature": 0.0, "stream": True}, kind=LOOP)
+
+
+def _profiled(rng: random.Random) -> Iterator[Ask]:
+    """By the name of PROFILES' table, and what it stands for."""
+    model = PROFILE.partition(":")[0]
+    for stream in STREAMS:
+        turn = {"role": "user", "content": _said(rng)}
+        system = {"role": "system", "content": SYSTEM}
+        plain: dict[str, tuple[Json, Json]] = {
+            "/v1/chat/completions": (
+                {"messages": [turn], "max_tokens": 20},
+                {"messages": [system, turn], "temperature": 0.0},
+            ),
+            "/v1/messages": (
+                {"messages": [turn], "max_tokens": 20},
+                {"system": SYSTEM, "temperature": 0.0},
+            ),
+            "/v1/responses": (
+                {"input": turn["content"], "max_output_tokens": 20, "store": False},
+                {"instructions": SYSTEM, "temperature": 0.0},
+            ),
+            "/api/chat": (
+                {"messages": [turn], "options": {"num_predict": 20}},
+                {"messages": [system, turn], "options": {"num_predict": 20, "temperature": 0.0}},
+            ),
+        }
+        for path, (short, more) in plain.items():
+            short |= {"stream": stream, "model": PROFILE}
+            meaning = short | more | {"model": model}
+            yield Ask(path, short, kind=BY_PROFILE, meaning=meaning)
+
+
+# ---- images
+
+
+def _sights(rng: random.Random) -> Iterator[Ask]:
+    """One image, the same with another pixel, two of which one was seen before: in messages and in
+    tools' results of each API."""
+    text = LANGUAGE.text(rng, 12)
+    for i, pictures in enumerate(([PNG], [PIXEL], [PNG, OTHER], [OTHER, PIXEL])):
+        for j, place in enumerate(PLACES):
+            path, body = place(text_of(place, text), *(part_of(place, each) for each in pictures))
+            most = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 16}
+            drawn = {"temperature": 0.0, "stream": STREAMS[(i + j) % 2]}
+            yield Ask(path, body | most | drawn, kind=IMAGES)
+        body = {"messages": [{"role": "user", "content": text, "images": [*map(b64, pictures)]}]}
+        body |= {"options": {"num_predict": 16, "temperature": 0.0}, "stream": STREAMS[i % 2]}
+        yield Ask("/api/chat", body, kind=IMAGES)
+
+
+def _bad_sights() -> Iterator[Ask]:
+    """Files that are no images, and an image for a model that sees none."""
+    for data in BROKEN:
+        for place in PLACES:
+            yield Ask(*place(part_of(place, PNG), part_of(place, data)), 400)
+        turn = {"role": "user", "content": "see", "images": [b64(data)]}
+        yield Ask("/api/chat", {"messages": [turn]}, 400)
+    yield Ask(*PLACES[0](part_of(PLACES[0], PNG)), 400).of("chained")
+
+
 def _bad() -> Iterator[Ask]:
     messages = [{"role": "user", "content": "hello"}]
     yield Ask("/v1/chat/completions", {"messages": messages, "temperature": 9}, 400)
@@ -145,11 +283,20 @@ def known_prompts() -> dict[str, list[list[int]]]:
 TEXTS = frozenset(
     "text content reasoning_content thinking response delta arguments partial_json name input"
     " finish_reason stop_reason done_reason reason completion_tokens output_tokens eval_count"
-    " tokens_predicted".split()
+    " tokens_predicted loops_ended".split()
 )
-PLACES = ("index", "output_index", "content_index")
+KEYS = ("index", "output_index", "content_index")
 STILL_HERE = "response.in_progress"  # repeats the request, as often as an answer is slow
 ENDS = ("message_stop", "response.completed", "response.incomplete")
+
+
+def told_rightly(page: str, answer: httpx.Response) -> bool:
+    """Whether a preflight lets PAGE send its request, and no other page."""
+    told = [answer.headers.get(ALLOWED + name, "") for name in ("origin", "headers", "methods")]
+    if page != PAGE:
+        return answer.status_code == 403 and not any(told)
+    wanted = zip((PAGE, "authorization", "POST"), told, strict=True)
+    return answer.status_code == 200 and all(each in words for each, words in wanted)
 
 
 class Unfinished(Exception):
@@ -176,9 +323,13 @@ class Said:
                 found.append(f"an embedding is off by {np.abs(a - b).max()}")
         return found
 
+    @property
+    def calls(self) -> bool:
+        return any(place[-1] in ("arguments", "partial_json", "input") for place in self.texts)
+
     def add(self, value: Any, place: Place) -> None:
         if isinstance(value, dict):
-            place += tuple(value[name] for name in PLACES if name in value)
+            place += tuple(value[name] for name in KEYS if name in value)
             for name, inner in value.items():
                 if name in ("embedding", "embeddings"):
                     self.vectors.append(np.array(inner))

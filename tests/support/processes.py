@@ -129,6 +129,11 @@ class Server(Process):
                 right[each.labels["source"]] += int(each.value)
         return {name: right[name] / n for name, n in drafted.items() if n}
 
+    async def by_model(self, http: httpx.AsyncClient, name: str) -> dict[str, int]:
+        """A metric of each model."""
+        found = [each for each in await self._samples(http) if each.name == f"mlxspec_{name}"]
+        return {each.labels["model"]: int(each.value) for each in found}
+
     async def _samples(self, http: httpx.AsyncClient) -> list[Any]:
         page = (await http.get("/metrics")).text
         families = text_string_to_metric_families(page)

@@ -1,6 +1,6 @@
-"""The whole server with everything on, for as long as one likes: two models with a head each, every
-API, tools, gaps to fill, embeddings, clients that leave, a model that is unloaded, and a training
-that gives way.
+"""The whole server with everything on, for as long as one likes: two models with a head each and
+one that sees, every API, images, tools, gaps to fill, embeddings, profiles, priorities, web pages,
+loops, clients that leave, models that are unloaded, and a training that gives way; each row exact.
 
 Rule: every request ends in an answer or an error that says why; an answer is that of a quiet
 server without drafts; after each storm nothing is left of it. `python -m tests.support.soak --minutes 20`
@@ -20,16 +20,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import httpx
-from rich.console import Console
-from rich.table import Table
+from mlxspec import blas
 
-from mlxspec.progress import Report, progress
-from tests.heads import kinds, packagings
-from tests.support.api_requests import Ask, Said, Unfinished, asks, known_prompts, said
-from tests.support.processes import BLOCKS, Held, Server, Training
-from tests.tiny_tokenizer import AGENT, CALLS, PSM, THINK
+blas.load()
+
+import httpx  # noqa: E402  after BLAS
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from mlxspec.progress import Report, progress  # noqa: E402
+from tests.heads import kinds, packagings  # noqa: E402
+from tests.support import api_requests as api  # noqa: E402
+from tests.support import vision  # noqa: E402
+from tests.support.api_requests import PAGE, SEEING, Ask, Said, known_prompts, said  # noqa: E402
+from tests.support.processes import BLOCKS, Held, Server, Training  # noqa: E402
+from tests.text.call_formats import TEMPLATES  # noqa: E402
+from tests.tiny_tokenizer import AGENT, CALLS, PSM, THINK, save_tokenizer  # noqa: E402
 
 STORM_S, REST_S = 10.0, 5.0
 WIDTH = 10  # most requests at once, but for bursts
@@ -41,8 +49,12 @@ GAVE_WAY = 0.2  # of a core, at most, while the server is busy
 CALM = 0.25  # part of the time after which nothing may grow
 SLACK = 1.1  # of what was held before, and
 SPARE = {"footprint_bytes": 16 << 20, "mlx_active_bytes": 1 << 20, "live_arrays": 0}
-LAZY = 4  # threads: each model's reader and writer of the disk start with their first work
 HEADS = ("eagle3", "mtp")
+NAMES = ("chained", "hybrid", SEEING)
+# With their first work start each model's reader and writer of the disk, and its grammars' trials.
+LAZY = {"threads": 2 * len(NAMES), "files": len(NAMES)}
+FORM = "attributes with types"  # of calls; no model is known to write it
+NEW = 0.3  # part of the requests that are of one of the kinds, whichever
 
 
 @dataclass
@@ -57,6 +69,8 @@ class Seen:
     storms: list[tuple[float, float]] = field(default_factory=list)
     trainings: Counter[int] = field(default_factory=Counter)
     kept: dict[str, float] = field(default_factory=dict)  # shares of each head's drafts
+    exact: dict[str, int] = field(default_factory=dict)  # rows of each model
+    cached: dict[str, int] = field(default_factory=dict)  # tokens of each model's prompts
 
     def growth(self, name: str) -> tuple[int, int]:
         """The most that was held in the second quarter of the time, and in the last."""
@@ -87,7 +101,7 @@ class Seen:
             if late > early * SLACK + spare:
                 found.append(f"{name} grew from {early} to {late}")
         first, last = self.rests[0], self.rests[-1]
-        for name, spare in (("threads", LAZY), ("files", 0)):
+        for name, spare in LAZY.items():
             if last.sizes[name] > first.sizes[name] + spare:
                 found.append(f"{name}: {first.sizes[name]} before, {last.sizes[name]} after")
         if not self.storms:
@@ -97,6 +111,9 @@ class Seen:
         if not self.trainings[0] + self.trainings[1]:
             found.append("no training ended")
         found += [f"{head} drafted nothing right" for head in HEADS if not self.kept.get(head)]
+        found += [f"no answer with {kind}" for kind in api.KINDS if not self.counts[f"with {kind}"]]
+        found += [f"{name} is not exact" for name in NAMES if not self.exact.get(name)]
+        found += [f"{name} found no prompt again" for name in NAMES if not self.cached.get(name)]
         return found
 
 
@@ -104,14 +121,24 @@ class Seen:
 
 
 def models(root: Path) -> dict[str, Path]:
-    """The trained pairs' directories; the second holds its head. Their tokenizers know tools,
-    reasoning and gaps."""
-    made = {"chained": root / "chained", "hybrid": root / "hybrid"}
+    """The trained pairs' directories, of which the second holds its head, and one that sees. The
+    pairs' tokenizers know tools, reasoning and gaps."""
+    made = {name: root / name for name in NAMES}
     shutil.copytree(kinds.TARGET, made["chained"])
     packagings.write("embedded", made["hybrid"])
-    for path in made.values():
-        with_tokens(path)
+    for name in ("chained", "hybrid"):
+        with_tokens(made[name])
+    made[SEEING].mkdir()
+    vision.save(made[SEEING], "qwen3_vl")
+    save_tokenizer(made[SEEING], template=TEMPLATES[FORM])
     return made
+
+
+def settings(root: Path) -> None:
+    """The file of a server at home in `root`."""
+    file = root / ".config/mlxspec/config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(api.PROFILES)
 
 
 def with_tokens(path: Path) -> None:
@@ -130,7 +157,8 @@ def with_tokens(path: Path) -> None:
 def served(root: Path, paths: dict[str, Path], *flags: str) -> Iterator[Server]:
     words = [f"{name}={path}" for name, path in paths.items()]
     words += ["--cache-dir", str(root / "cache"), "--max-sequences", "6", "--max-queue", "16"]
-    words += ["--block-size", "16", "--kv-blocks", str(BLOCKS), "--context", "1024", *flags]
+    words += ["--block-size", "16", "--kv-blocks", str(BLOCKS), "--context", "1024"]
+    words += ["--exact", "on", "--strict-content", "on", "--allowed-origins", PAGE, *flags]
     with Server(words, HOME=str(root)) as server:
         yield server
 
@@ -148,9 +176,11 @@ class Clients:
 
     async def quiet(self, ask: Ask) -> Said:
         """What is said to somebody who is alone."""
-        answer = await self.http.post(ask.path, content=ask.data)
+        answer = await self.http.post(ask.path, content=ask.plain)
         assert answer.status_code == 200, (ask, answer.text)
-        return said(answer.headers["content-type"], answer.content)
+        found = said(answer.headers["content-type"], answer.content)
+        assert found.calls or ask.kind != api.LEARNED, (ask, answer.text)
+        return found
 
     async def one(self, ask: Ask) -> None:
         """Ask, perhaps leave, and compare."""
@@ -160,7 +190,8 @@ class Clients:
         data = b""
         try:
             async with asyncio.timeout(LIMIT_S if leaves is None else leaves):
-                async with self.http.stream("POST", ask.path, content=ask.data) as answer:
+                sent: Any = {"content": ask.data, "headers": ask.headers}
+                async with self.http.stream("POST", ask.path, **sent) as answer:
                     async for piece in answer.aiter_raw():
                         data += piece
                         if pieces is not None and (pieces := pieces - 1) < 0:
@@ -171,14 +202,20 @@ class Clients:
             if leaves is None:
                 self.seen.wrong.append(f"{ask}: no end after {LIMIT_S:.0f} s")
             self.seen.counts["left early"] += 1
-        except (httpx.HTTPError, Unfinished, ValueError, LookupError) as error:
+        except (httpx.HTTPError, api.Unfinished, ValueError, LookupError) as error:
             self.seen.wrong.append(f"{ask}: {error!r}")
 
     def judge(self, ask: Ask, answer: httpx.Response, data: bytes) -> None:
         status, counts = answer.status_code, self.seen.counts
+        page, told = ask.headers.get("origin"), answer.headers.get(api.ALLOWED + "origin")
+        if told != (None if page == api.FOREIGN else page):
+            self.seen.wrong.append(f"{ask}: {status} for the page {told}")
         if status == 200 and not ask.refused:
             found = said(answer.headers["content-type"], data)
             counts[f"answered {ask.path}"] += 1
+            counts["images read"] += ask.images
+            if ask.kind:
+                counts[f"with {ask.kind}"] += 1
             if unlike := found.unlike(self.truth[ask]):
                 self.seen.wrong.append(f"{ask}: {unlike}, a quiet server's answer behind ours")
         elif status == ask.refused and b"error" in data:
@@ -191,16 +228,16 @@ class Clients:
     async def storm(self, seconds: float, began: float, training: Training) -> None:
         """Many requests at once, then none; the training's time once it could know."""
         running: set[asyncio.Task[None]] = set()
-        everything, start = list(self.truth), time.monotonic()
+        start = time.monotonic()
         noticed, before, told = 0.0, 0.0, 0.0
         child = training.current
         while (now := time.monotonic() - start) < seconds:
             some = self.rng.randint(1, WIDTH) if self.rng.random() > 0.01 else BURST
             while len(running) < some:
-                ask = self.rng.choice(everything)
-                running.add(asyncio.ensure_future(self.one(ask)))
-            if self.rng.random() < 0.003:
-                running.add(asyncio.ensure_future(self.unload()))
+                running.add(asyncio.ensure_future(self.one(self.choose())))
+            for work, often in ((self.unload, 0.003), (self.preflight, 0.02)):
+                if self.rng.random() < often:
+                    running.add(asyncio.ensure_future(work()))
             done, running = await asyncio.wait(running, timeout=self.rng.choice([0.0, 0.02, 0.1]))
             self.ended(done)
             if now - told > 1:
@@ -219,14 +256,28 @@ class Clients:
     def ended(self, done: set[asyncio.Task[None]]) -> None:
         self.seen.wrong += [repr(error) for task in done if (error := task.exception())]
 
+    def choose(self) -> Ask:
+        kind = self.rng.choice(api.KINDS) if self.rng.random() < NEW else ""
+        return self.rng.choice([ask for ask in self.truth if not kind or ask.kind == kind])
+
+    async def preflight(self) -> None:
+        """What a browser asks before a page's request, and is told."""
+        page = self.rng.choice([PAGE, api.FOREIGN])
+        headers = api.PREFLIGHT | {"origin": page}
+        answer = await self.http.options("/v1/chat/completions", headers=headers)
+        if not api.told_rightly(page, answer):
+            self.seen.wrong.append(f"a preflight of {page}: {answer.status_code} {answer.headers}")
+        self.seen.counts["preflights"] += 1
+
     async def unload(self) -> None:
         """Somebody else wants the memory."""
-        answer = await self.http.post("/v1/models/unload", json={"model": "hybrid"})
+        named = {"model": self.rng.choice(NAMES[1:])}
+        answer = await self.http.post("/v1/models/unload", json=named)
         self.seen.counts["unloads"] += answer.status_code == 200
 
     async def rest(self, began: float) -> None:
         """Nothing runs or waits, and every block is free or cached."""
-        for model in known_prompts():
+        for model in NAMES:
             await self.http.post("/v1/models/load", json={"model": model})
         end, now = time.monotonic() + 20, await self.server.held(self.http, began)
         while (now.busy or self.more(now)) and time.monotonic() < end:
@@ -239,7 +290,7 @@ class Clients:
     def more(self, now: Held) -> bool:
         """Whether connections of the storm are still open."""
         first = self.seen.rests[0].sizes if self.seen.rests else now.sizes
-        return now.sizes["files"] > first["files"]
+        return now.sizes["files"] > first["files"] + LAZY["files"]
 
 
 def connected(server: Server) -> httpx.AsyncClient:
@@ -250,13 +301,19 @@ def connected(server: Server) -> httpx.AsyncClient:
 async def drive(
     quiet: Server, server: Server, training: Training, seconds: float, seen: Seen, report: Report
 ) -> None:
-    """Storms with rests between them."""
+    """Storms with rests between them, once one has let the pools grow and a training is at work."""
     clients = Clients(server, connected(quiet), seen)
     async with clients.http:
-        for ask in asks(known_prompts()):
+        for ask in api.asks(known_prompts()):
             clients.truth[ask] = Said() if ask.refused else await clients.quiet(ask)
     quiet.stop()
     training.start(server.url)
+    async with connected(server) as clients.http:
+        await clients.storm(STORM_S, time.monotonic(), training)
+    seen.sizes.clear()
+    end = time.monotonic() + LIMIT_S
+    while training.runs and not training.gives_way and time.monotonic() < end:
+        await asyncio.sleep(0.1)
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:
         report(now, seconds)
@@ -275,6 +332,10 @@ async def drive(
     async with connected(server) as clients.http:
         await clients.rest(began)
         seen.kept = await server.drafts(clients.http)
+        seen.exact = await server.by_model(clients.http, "exact_rows")
+        seen.cached = await server.by_model(clients.http, "cached_tokens_total")
+        loops = await server.by_model(clients.http, "loops_total")
+        seen.counts["loops ended"] = sum(loops.values())
 
 
 def soak(seconds: float, report: Report = lambda done, total: None) -> Seen:
@@ -283,6 +344,7 @@ def soak(seconds: float, report: Report = lambda done, total: None) -> Seen:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         root = Path(folder)
         paths = models(root)
+        settings(root)
         quiet = stack.enter_context(served(root, paths, "--speculate", "off", "--cache-gb", "0"))
         head = str(kinds.DATA / "eagle3")
         flags = ["--draft", head, "--draft-depth", "3", "--cache-gb", "0.02", "--record", "on"]
@@ -311,8 +373,11 @@ def show(seen: Seen, seconds: float) -> None:
         unit = 1 if name == "live_arrays" else 1 << 20
         table.add_row(f"{name}, second quarter, last", f"{early // unit}, {late // unit}")
     first, last = seen.rests[0].sizes, seen.rests[-1].sizes
-    for name in ("threads", "files"):
+    for name in LAZY:
         table.add_row(f"{name} at rest, first, last", f"{first[name]}, {last[name]}")
+    for name in NAMES:
+        found = f"{seen.exact.get(name)}, {seen.cached.get(name)}"
+        table.add_row(f"{name}: exact rows, tokens from the cache", found)
     for head, kept in seen.kept.items():
         table.add_row(f"drafts of {head} that were right", f"{kept:.0%}")
     ended = ", ".join(f"{n} with status {status}" for status, n in seen.trainings.items())

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from mlxspec import __version__
-from mlxspec.client import ClientError, request
 from mlxspec.commands.chat import chat
 from mlxspec.commands.doctor import doctor
 from mlxspec.commands.launch import launch
@@ -34,6 +33,7 @@ from mlxspec.commands.run import run
 from mlxspec.commands.service import menubar, service, status
 from mlxspec.config import load_config
 from mlxspec.service import crashes
+from mlxspec.service.client import ClientError, request
 from mlxspec.service.launchd import activated_socket, log_file
 from mlxspec.types import UserError, printable
 

@@ -29,7 +29,6 @@ MAY_IMPORT = {
     "files": set(),
     "progress": {"mlxspec"},
     "blas": PLAIN,
-    "client": PLAIN,
     "metrics": PLAIN,
     "kernels": PLAIN | {"kernels", "blas"},
     "model": MODEL,
@@ -46,9 +45,10 @@ MAY_IMPORT = {
     "training.samples": PLAIN,
     "training.recorder": PLAIN | {"model.hub", "training.samples"},
     "server": SERVER,
-    "service": SERVER | {"service", "client"},
-    "commands": SERVER | {"service", "client", "commands", "training"},
-    "cli": SERVER | {"service", "client", "commands"},
+    "service": SERVER | {"service"},
+    "service.client": PLAIN,
+    "commands": SERVER | {"service", "commands", "training"},
+    "cli": SERVER | {"service", "commands"},
     "__main__": {"cli"},
 }
 
@@ -141,7 +141,7 @@ def test_imports_point_down(module: str, path: Path) -> None:
         ("model.runner", "def f():\n    from mlxspec.cache.blocks import BlockPool"),
         ("server.app", "import mlx.core"),
         ("cli", "import starlette.applications"),
-        ("client", "from mlxspec.server.app import create_app"),
+        ("service.client", "from mlxspec.server.app import create_app"),
         ("novelty", "import json"),
     ],
 )

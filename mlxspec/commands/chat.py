@@ -19,12 +19,12 @@ from urllib.parse import quote
 
 import typer
 
-from mlxspec.client import MAX_LINE, STREAM_S, ClientError, request, when_loaded
 from mlxspec.commands.options import Key, Url, server_of
 from mlxspec.commands.plain_output import PlainAnswer, dim, note, waiting
 from mlxspec.commands.terminal_input import HISTORY, no_echo, read_messages, split_messages
 from mlxspec.config import load_config
 from mlxspec.profiles import ROWS
+from mlxspec.service.client import MAX_LINE, STREAM_S, ClientError, request, when_loaded
 from mlxspec.settings import checked
 from mlxspec.types import Json, UserError, printable, shown
 

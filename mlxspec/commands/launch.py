@@ -16,9 +16,9 @@ from urllib.parse import quote
 
 import typer
 
-from mlxspec.client import ClientError, request
 from mlxspec.commands.options import Key, KnownName, Url, server_of
 from mlxspec.commands.plain_output import note, waiting
+from mlxspec.service.client import ClientError, request
 
 COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
 MAX_OUTPUT = 32_000  # tokens

@@ -37,7 +37,7 @@ def names_on_disk() -> list[str]:
 
 def names_served() -> list[str]:
     """The models of the running server, for a shell; none where it does not answer."""
-    from mlxspec.client import ClientError, request
+    from mlxspec.service.client import ClientError, request
 
     with (
         suppress(ClientError, ConfigError),

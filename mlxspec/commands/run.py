@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 
 import typer
 
-from mlxspec.client import POLL_S, STREAM_S, ClientError, NotRunning, request, when_loaded
 from mlxspec.commands.chat import Chat, Settings, System, converse, new_chat
 from mlxspec.commands.options import FreeText, Key, ModelName, Url, names_on_disk
 from mlxspec.commands.plain_output import note
 from mlxspec.config import LOOPBACK, load_config, url_of
 from mlxspec.files import MODULE
+from mlxspec.service.client import POLL_S, STREAM_S, ClientError, NotRunning, request, when_loaded
 
 LAST = 2000  # bytes that are shown of a server that ends during the chat
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlxspec.client import ClientError, NotRunning, request
 from mlxspec.files import format_size
 from mlxspec.service import crashes, launchd
+from mlxspec.service.client import ClientError, NotRunning, request
 from mlxspec.types import LOADING, printable
 
 TIMEOUT_S = 5.0

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlxspec import cli, client
+from mlxspec import cli
 from mlxspec.cli import app
-from mlxspec.client import ClientError
 from mlxspec.commands import chat, plain_output
-from mlxspec.service import status
+from mlxspec.service import client, status
+from mlxspec.service.client import ClientError
 from tests.support.bad_values import VALUES
 
 

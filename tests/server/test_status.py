@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mlxspec import cli
-from mlxspec.client import ClientError
 from mlxspec.config import Config
 from mlxspec.files import write_atomic
 from mlxspec.service import launchd, status
+from mlxspec.service.client import ClientError
 from mlxspec.types import Served, Stats
 from tests.service import fake
 from tests.support.live import live

@@ -337,6 +337,12 @@ def test_the_help_has_groups() -> None:
     assert {"Address and access", "Drafts and kernels"} < {*titles}
 
 
+def test_logs_of_a_service_that_never_ran() -> None:
+    done = run("service", "logs")
+    assert done.returncode != 0
+    assert "no service has run" in done.stderr and "mlxspec service status" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:
     """The whole chain but launchctl and what it starts: settings, definition, exit status."""

@@ -15,6 +15,7 @@ from mlxspec.config import ConfigError, load_config
 from mlxspec.service import launchd
 from mlxspec.service import menubar as bar
 from mlxspec.service.status import DOWN, Status, get_status, print_status
+from mlxspec.types import UserError
 
 service = typer.Typer(no_args_is_help=True, help="Run the server in the background on macOS.")
 menubar = typer.Typer(invoke_without_command=True)
@@ -85,7 +86,10 @@ def service_logs(
     ] = False,
 ) -> None:
     """Show the last 100 lines of the service's log."""
-    command = ["tail", "-n", "100", str(launchd.log_file())]
+    file = launchd.log_file()
+    if not file.exists():
+        raise UserError(f"there is no {file}: no service has run; see: mlxspec service status")
+    command = ["tail", "-n", "100", str(file)]
     if follow:
         command.insert(1, "-F")  # by name, since the log is rotated
     os.execvp("tail", command)

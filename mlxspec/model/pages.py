@@ -34,8 +34,9 @@ class View:
     0: as computed. `last_keys` [B, kv_heads, L, D] are the K of the last layer that computed any:
     NaN in a row if anything before was not finite there. `invariant`: a row's bits must not depend
     on the forward's other rows. `recorded`: see model/invariant. `images`: the rows of images in
-    the forward, ImageRows; None: there are none. `beside`: for each Pages, K and V of rows that our
-    kernel reads beside the pool, one for each sequence; None: they are written.
+    the forward, ImageRows; None: there are none. `rope` int32 [3, rows]: positions of the rows by
+    time, height and width; None: in one axis, `positions`. `beside`: for each Pages, K and V of
+    rows that our kernel reads beside the pool, one for each sequence; None: they are written.
     """
 
     block_size: int
@@ -55,6 +56,7 @@ class View:
     invariant_by_kernel: bool = False  # attention, while invariant
     recorded: Any = None
     images: Any = None
+    rope: Any = None
     beside: Any = None
     kernel_only: dict[Shape, bool] = field(default_factory=dict)  # whether it is all of attention
 

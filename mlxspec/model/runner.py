@@ -379,7 +379,7 @@ class Runner:
             nans += nans_of(batch, length, view.last_keys, self.states.last_layer())
         finally:
             self.states.release()
-            view.sampled = view.last_keys = view.images = None
+            view.sampled = view.last_keys = view.images = view.rope = None
             view.invariant = False
             recurrent.one_by_one.set(False)
         logits = logits.flatten(0, 1)

@@ -5,7 +5,7 @@ in one with images the rows of texts keep their bits.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,10 @@ CACHED_BYTES = 256 << 20  # of features, for the next chunks and turns
 @dataclass(slots=True)
 class ImageRows:
     """The rows of images in a pass: `index` int32 [n] among its rows, and their `features`
-    [n, hidden * (1 + deep)]. `positions` int32 [3, rows] are those of all rows of the pass, of
-    time, height and width; None: in one axis, as the view has them."""
+    [n, hidden * (1 + deep)]."""
 
     index: Array
     features: Array
-    positions: Array | None = None
 
     def put(self, x: Array, part: int, scale: float = 1.0) -> Array:
         """x [B, L, hidden] with a part of the features in the images' rows, divided by `scale`."""
@@ -99,12 +97,12 @@ class Rope(_Mixed):
     _sections: Sequence[int]  # frequencies of each axis
 
     def __call__(self, x: Array, offset: Any = 0) -> Any:
-        images = self._seen
-        if images is None or images.positions is None:
+        positions = self._image_view.rope if self._image_view else None
+        if positions is None:
             return self._plain(x, offset=offset)
         batch, heads, length, dim = x.shape
         rows = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, dim)
-        time, height, width = [self._plain(rows, offset=axis) for axis in images.positions]
+        time, height, width = [self._plain(rows, offset=axis) for axis in positions]
         axes = axes_of(self._sections, self.dims, dim)  # type: ignore[attr-defined]
         turned = mx.where(axes == 1, height, mx.where(axes == 2, width, time))
         return turned.reshape(batch, length, heads, dim).transpose(0, 2, 1, 3)
@@ -116,6 +114,12 @@ def mix(module: Any, kind: type[_Mixed], **values: Any) -> Any:
     for name, value in values.items():
         object.__setattr__(module, name, value)
     return module
+
+
+def mix_ropes(layers: Iterable[Any], sections: Sequence[int]) -> list[Any]:
+    """Let the attention of these layers turn by positions in three axes; returns its ropes."""
+    ropes = [layer["self_attn"]["rope"] for layer in layers if "self_attn" in layer]
+    return [mix(rope, Rope, _sections=sections) for rope in ropes]
 
 
 def axes_of(sections: Sequence[int], dims: int, head_dim: int) -> Array:
@@ -153,19 +157,20 @@ class Eyes:
             self._mixed.append(mix(layer, Deepened, _part=part))
         text = config.get("text_config") or config
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        sections = scaling.get("mrope_section")
-        self.turns = sections is not None  # positions have three axes
-        if sections:
-            for layer in layers:
-                attention = layer.get("self_attn")
-                if attention is not None:
-                    self._mixed.append(mix(attention["rope"], Rope, _sections=sections))
+        # Frequencies that turn by each of three axes; none: positions have one.
+        self.sections: Sequence[int] = scaling.get("mrope_section") or ()
+        if self.sections:
+            self._mixed += mix_ropes(layers, self.sections)
 
     def attach(self, view: View) -> None:
         """See through the view of a runner from now on."""
         self.view = view
-        for module in self._mixed:
-            object.__setattr__(module, "_image_view", view)
+        _attach(self._mixed, view)
+
+    def attach_head(self, view: View, layers: Iterable[Any]) -> None:
+        """Let the layers of a head turn as the model's, by the positions in the head's view."""
+        if self.sections:
+            _attach(mix_ropes(layers, self.sections), view)
 
     def features(self, image: Image) -> Array:
         """[tokens, hidden * (1 + deep)] of an image: computed once while it is remembered."""
@@ -213,21 +218,39 @@ class Eyes:
             own = [ends.get(row, -1) for row in range(group.lo, group.hi)]
             if max(own) >= 0:
                 group.ends = mx.array(own).reshape(-1, group.length)
-        positions = None
-        if self.turns and index:
-            axes = [positions_of(span, count) for span, count in zip(spans, counts, strict=True)]
-            positions = mx.array(np.concatenate(axes, axis=1))
-            if shift is not None:
-                positions = positions + shift[mx.array(np.repeat(np.arange(len(spans)), counts))]
-        elif self.turns:
-            shifts = [shift_of(span.state.images, span.start) for span in spans]
-            view.positions = view.positions + mx.array(np.repeat(shifts, counts), mx.int32)
+        if self.sections:
+            turn(view, spans, counts, shift)
         if index:
-            view.images = ImageRows(
-                mx.array(index, mx.int32),
-                mx.concatenate(features),
-                positions,
-            )
+            view.images = ImageRows(mx.array(index, mx.int32), mx.concatenate(features))
+
+    def turn_head(self, view: View, spans: Spans, shift: Array | None) -> None:
+        """The same positions for the rows of a head, which reads id 0 in an image's rows."""
+        view.rope = None
+        if self.sections and any(span.state.images for span in spans):
+            turn(view, spans, [span.rows for span in spans], shift)
+
+
+def turn(view: View, spans: Spans, counts: Sequence[int], shift: Array | None) -> None:
+    """Put the positions for rope of the spans' rows, `counts` each, into the view: in three axes
+    where some are rows of an image. `shift` as for `Eyes.look`."""
+    inside = [
+        image.start < span.start + span.count and span.start < image.stop
+        for span in spans
+        for image in span.state.images
+    ]
+    if any(inside):
+        axes = [positions_of(span, count) for span, count in zip(spans, counts, strict=True)]
+        view.rope = mx.array(np.concatenate(axes, axis=1))
+        if shift is not None:
+            view.rope = view.rope + shift[mx.array(np.repeat(np.arange(len(spans)), counts))]
+        return
+    shifts = [shift_of(span.state.images, span.start) for span in spans]
+    view.positions = view.positions + mx.array(np.repeat(shifts, counts), mx.int32)
+
+
+def _attach(modules: Iterable[Any], view: View) -> None:
+    for module in modules:
+        object.__setattr__(module, "_image_view", view)
 
 
 def _part_of(span: Span, image: ImageSpan) -> tuple[list[int], slice]:

@@ -62,6 +62,7 @@ class ChainedPass(Pass):
         ):
             part = None if shift is None else shift[places]
             fill_view(view, batch, part)
+            self.turn(batch, part)
             shape = -1, batch[0].rows if view.dense else 1, hidden.shape[-1]
             view.positions = view.positions[:: shape[1]]
             embedded = self.head.embed(rows.tokens[at]).reshape(shape)

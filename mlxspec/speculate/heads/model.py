@@ -15,6 +15,7 @@ from mlxspec.model import attention
 from mlxspec.model.batch import Shift
 from mlxspec.model.pages import Pages, View, pools_of
 from mlxspec.model.runner import Runner
+from mlxspec.model.vision.seam import Eyes
 from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.types import FINAL_NORM, CacheBytes, Tap
@@ -49,6 +50,8 @@ class Pass:
         target = runner.view
         blocks: dict[int | None, int] = {None: target.num_blocks[None]}
         self.head = head
+        self.runner = runner
+        self._eyes: Eyes | None = None  # that its layers turn as
         first = head.slot_offset
         self.view = View(
             target.block_size, blocks, target.allocated, dense=target.dense, first=first
@@ -63,6 +66,15 @@ class Pass:
     def can_draft(self, seq: Seq) -> bool:
         """Whether it can draft after this sequence's newest token."""
         return True
+
+    def turn(self, spans: Spans, shift: Shift) -> None:
+        """Give rows behind images, once they are in the view, the target's positions."""
+        eyes = self.runner.eyes
+        if eyes and eyes is not self._eyes:
+            eyes.attach_head(self.view, self.head.module.layers)
+            self._eyes = eyes
+        if eyes:
+            eyes.turn_head(self.view, spans, shift)
 
     def write(self, rows: HeadInput) -> None:
         """Write K and V of final rows."""

@@ -73,72 +73,6 @@ def right_ones(drafted: Sequence[int], answer: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(answer)))
 
 
-# ---- what the head drafts
-
-
-@dataclass
-class Collector(Proposer):
-    """Drafts as many tokens as the head can, and remembers how many were right, by the number of
-    known tokens."""
-
-    known: list[int] = field(default_factory=list)
-    found: dict[int, int] = field(default_factory=dict)
-
-    def observe(self, step: Any, accepted: Any, seconds: float) -> None:
-        for e in step.plan:
-            if e.draft.size:
-                known = e.start + e.count
-                self.found[known] = right_ones([*e.draft.tokens], self.known[known:])
-        super().observe(step, accepted, seconds)
-
-
-def collect(
-    model: Any, names: Sequence[tuple[str, list[int]]], most: int
-) -> tuple[list[Answer], Costs, DraftCosts, str]:
-    """The answers, and what steps and the head's drafts cost."""
-    engine, _ = model.load()
-    engine.work_idle()
-    proposer = engine.proposer
-    heads = [d for d in proposer.drafters if isinstance(d, HeadDrafter)]
-    if not heads:
-        sys.exit("this model has no head; name one with --head")
-    head = heads[0]
-    collector = Collector(proposer.costs, [head], head.head.depth)
-    answers = []
-    with progress("Drafting") as bar:
-        for n, (name, prompt) in enumerate(names):
-            bar(n, len(names))
-            engine.proposer = proposer
-            stops = frozenset(model.tokenizer.eos_token_ids)
-            tokens = run(engine, [Request(name, tuple(prompt), most, Sampling(0.0), stops)])
-            engine.proposer = collector
-            collector.known, collector.found = [*prompt, *tokens], {}
-            requests = [
-                Request(
-                    f"{name}, {i}",
-                    (*prompt, *tokens[:i]),
-                    head.head.depth + 2,
-                    Sampling(0.0),
-                )
-                for i in range(len(tokens) - 1)
-            ]
-            for first in range(0, len(requests), TOGETHER):
-                run(engine, requests[first : first + TOGETHER])
-            right = [collector.found.get(len(prompt) + i, 0) for i in range(len(tokens))]
-            answers.append(Answer(prompt, tokens, right))
-    return answers, proposer.costs, head.costs, head.name
-
-
-def run(engine: Any, requests: Sequence[Request]) -> list[int]:
-    """All tokens of the answers."""
-    for request in requests:
-        engine.add(request)
-    tokens: list[int] = []
-    while engine.busy:
-        tokens += [token for output in engine.step() for token in output.tokens]
-    return tokens
-
-
 # ---- what rounds would take
 
 
@@ -149,6 +83,7 @@ class Replay:
     costs: Costs
     drafting: DraftCosts
     name: str
+    depth: int  # the longest draft of the head
     copies: bool = True
 
     def __call__(
@@ -187,7 +122,7 @@ class Replay:
         if self.copies:
             most = min(MAX_DEPTH, room)
             found += [lookup.propose(most), corpus.propose(known[-MAX_MATCH:], most)]
-        keys = [(self.name, "greedy", i + 1) for i in range(min(8, room))]
+        keys = [(self.name, "greedy", i + 1) for i in range(min(self.depth, room))]
         costs = self.drafting
         found.append(Proposal(self.name, seconds=costs.token, fixed=costs.fixed, rate_keys=keys))
         return [option for option in found if option and option.rate_keys]
@@ -234,6 +169,74 @@ def foreseen(replay: Replay, control: Controller, this: Round) -> Choice:
     return max(found, key=lambda each: each[0])[1]
 
 
+# ---- what the head drafts
+
+
+@dataclass
+class Collector(Proposer):
+    """Drafts as many tokens as the head can, and remembers how many were right, by the number of
+    known tokens."""
+
+    known: list[int] = field(default_factory=list)
+    found: dict[int, int] = field(default_factory=dict)
+
+    def observe(self, step: Any, accepted: Any, seconds: float) -> None:
+        for e in step.plan:
+            if e.draft.size:
+                known = e.start + e.count
+                right = right_ones([*e.draft.tokens], self.known[known:])
+                # Another request's last rounds draft less there, and begin with the same tokens.
+                self.found[known] = max(right, self.found.get(known, 0))
+        super().observe(step, accepted, seconds)
+
+
+def collect(
+    model: Any, names: Sequence[tuple[str, list[int]]], most: int
+) -> tuple[list[Answer], Replay]:
+    """The answers, and what plays them again."""
+    engine, _ = model.load()
+    engine.work_idle()
+    proposer = engine.proposer
+    heads = [d for d in proposer.drafters if isinstance(d, HeadDrafter)]
+    if not heads:
+        sys.exit("this model has no head; name one with --head")
+    head = heads[0]
+    collector = Collector(proposer.costs, [head], head.head.depth)
+    answers = []
+    with progress("Drafting") as bar:
+        for n, (name, prompt) in enumerate(names):
+            bar(n, len(names))
+            engine.proposer = proposer
+            stops = frozenset(model.tokenizer.eos_token_ids)
+            tokens = run(engine, [Request(name, tuple(prompt), most, Sampling(0.0), stops)])
+            engine.proposer = collector
+            collector.known, collector.found = [*prompt, *tokens], {}
+            requests = [
+                Request(
+                    f"{name}, {i}",
+                    (*prompt, *tokens[:i]),
+                    head.head.depth + 2,
+                    Sampling(0.0),
+                )
+                for i in range(len(tokens) - 1)
+            ]
+            for first in range(0, len(requests), TOGETHER):
+                run(engine, requests[first : first + TOGETHER])
+            right = [collector.found.get(len(prompt) + i, 0) for i in range(len(tokens))]
+            answers.append(Answer(prompt, tokens, right))
+    return answers, Replay(proposer.costs, head.costs, head.name, head.head.depth)
+
+
+def run(engine: Any, requests: Sequence[Request]) -> list[int]:
+    """All tokens of the answers."""
+    for request in requests:
+        engine.add(request)
+    tokens: list[int] = []
+    while engine.busy:
+        tokens += [token for output in engine.step() for token in output.tokens]
+    return tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.hindsight", description=__doc__)
     parser.add_argument("model", nargs="?")
@@ -246,14 +249,14 @@ def main() -> None:
     model = resolve_model(replace(config, max_sequences=TOGETHER))
     asked = tasks(args.workload, cache_of(config))[: args.tasks]
     prompts = [(task.name, [*prompt_of(task, model.tokenizer)]) for task in asked]
-    answers, costs, drafting, name = collect(model, prompts, args.tokens)
+    answers, replay = collect(model, prompts, args.tokens)
     right = [n for answer in answers for n in answer.right[:-1]]
     shares = [
         f"{sum(n > i for n in right) / max(1, sum(n >= i for n in right)):.2f}" for i in range(4)
     ]
-    print(f"{args.workload}: a drafted token of {name} is right, if those before it are, in")
+    print(f"{args.workload}: a drafted token of {replay.name} is right, if those before it are, in")
     print(f"{', '.join(shares)} of the cases, by its position")
-    print_table(answers, Replay(costs, drafting, name))
+    print_table(answers, replay)
 
 
 def print_table(answers: Sequence[Answer], replay: Replay) -> None:

@@ -99,7 +99,8 @@ def launch(
         info = json.load(response)
         context = int(info["context_window"])
         sees = "image" in info.get("input_modalities", ())
-        variables, flags = settings_of(agent, server, key or "none", info["id"], context, sees)
+        found, flags = settings_of(agent, server, key or "none", info["id"], context, sees)
+        variables = {name: value for name, value in found.items() if value}
     words = args or []
     if words[:1] == ["--"]:
         del words[0]

@@ -87,7 +87,7 @@ def service_logs(
 ) -> None:
     """Show the last 100 lines of the service's log."""
     file = launchd.log_file()
-    if not file.exists():
+    if not (follow or file.exists()):
         raise UserError(f"there is no {file}: no service has run; see: mlxspec service status")
     command = ["tail", "-n", "100", str(file)]
     if follow:

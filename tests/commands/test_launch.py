@@ -174,10 +174,13 @@ def test_qwen_is_told_whether_the_model_sees(
     """By a file of our own, whose settings the user's go before."""
     modalities = ["text", "image"] if sees else ["text"]
     server.models["/v1/models/default"] = SERVED | {"input_modalities": modalities}
+    env["QWEN_CODE_SYSTEM_DEFAULTS_PATH"] = "mine.json"
     file = given(launch(env, "qwen"))[1]["QWEN_CODE_SYSTEM_DEFAULTS_PATH"]
-    settings = json.loads(Path(file).read_text()) if file else {"model": {"generationConfig": {}}}
-    told = settings["model"]["generationConfig"].get("modalities", {})
-    assert told == ({"image": True} if sees else {})
+    if sees:
+        settings = json.loads(Path(file).read_text())
+        assert settings["model"]["generationConfig"]["modalities"] == {"image": True}
+    else:
+        assert file == "mine.json"
     assert list(Path(env["HOME"]).iterdir()) == []
 
 

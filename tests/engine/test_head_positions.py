@@ -6,10 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.pages import View
-from mlxspec.model.vision.seam import positions_of
+from mlxspec.model.vision.seam import axes_of, positions_of
 from mlxspec.sequences import SeqState, Span
 from mlxspec.types import Request
 from tests.support import tiny
@@ -37,13 +38,35 @@ def rows_of(view: View, rows: int) -> Rows:
     return [(slot, (at, at, at)) for slot, at in zip(slots, found, strict=True)]
 
 
+def turned(layer: Any, shape: tuple[int, ...], view: View) -> mx.array:
+    """[rows, D]: ones in a pass of a shape, turned by a layer of the head."""
+    rope = layer["self_attn"]["rope"]
+    ones = mx.ones((shape[0], 1, shape[1], 16))
+    return rope(ones, offset=view.positions).reshape(-1, 16)
+
+
+def as_rows_are(layer: Any, rows: Rows, sections: Any) -> mx.array:
+    """The same by the rows' positions."""
+    rope = layer["self_attn"]["rope"]
+    plain = nn.RoPE(rope.dims, traditional=rope.traditional, base=rope.base, scale=rope.scale)
+    ones = mx.ones((len(rows), 1, 1, 16))
+    positions = mx.array([at for _, at in rows]).T
+    time, height, width = [plain(ones, offset=axis).reshape(-1, 16) for axis in positions]
+    axes = axes_of(sections, rope.dims, 16)
+    return mx.where(axes == 1, height, mx.where(axes == 2, width, time))
+
+
 def answered(request: Request, e: Engine) -> tuple[list[int], Rows]:
     """The answer, and the rows of the head's passes."""
     drafter = head_of(e)
     module, seen = drafter.head.module, list[Any]()
 
     def run(embedded: mx.array, hidden: mx.array, caches: Any) -> mx.array:
-        seen.extend(rows_of(caches[0].view, embedded.shape[0] * embedded.shape[1]))
+        view, shape, layer = caches[0].view, embedded.shape, module.layers[0]
+        rows = rows_of(view, shape[0] * shape[1])
+        right = as_rows_are(layer, rows, e.runner.eyes.sections)
+        assert mx.allclose(turned(layer, shape, view), right, atol=1e-5)
+        seen.extend(rows)
         return module(embedded, hidden, caches)
 
     run.layers = module.layers  # type: ignore[attr-defined]

@@ -169,8 +169,7 @@ class Eyes:
 
     def attach_head(self, view: View, layers: Iterable[Any]) -> None:
         """Let the layers of a head turn as the model's, by the positions in the head's view."""
-        if self.sections:
-            _attach(mix_ropes(layers, self.sections), view)
+        _attach(mix_ropes(layers, self.sections), view)
 
     def features(self, image: Image) -> Array:
         """[tokens, hidden * (1 + deep)] of an image: computed once while it is remembered."""
@@ -222,12 +221,6 @@ class Eyes:
             turn(view, spans, counts, shift)
         if index:
             view.images = ImageRows(mx.array(index, mx.int32), mx.concatenate(features))
-
-    def turn_head(self, view: View, spans: Spans, shift: Array | None) -> None:
-        """The same positions for the rows of a head, which reads id 0 in an image's rows."""
-        view.rope = None
-        if self.sections and any(span.state.images for span in spans):
-            turn(view, spans, [span.rows for span in spans], shift)
 
 
 def turn(view: View, spans: Spans, counts: Sequence[int], shift: Array | None) -> None:

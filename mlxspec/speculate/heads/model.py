@@ -15,7 +15,7 @@ from mlxspec.model import attention
 from mlxspec.model.batch import Shift
 from mlxspec.model.pages import Pages, View, pools_of
 from mlxspec.model.runner import Runner
-from mlxspec.model.vision.seam import Eyes
+from mlxspec.model.vision.seam import Eyes, turn
 from mlxspec.sequences import Seq, Spans
 from mlxspec.speculate.chain import MAX_CHAIN, Chain
 from mlxspec.types import FINAL_NORM, CacheBytes, Tap
@@ -69,12 +69,15 @@ class Pass:
 
     def turn(self, spans: Spans, shift: Shift) -> None:
         """Give rows behind images, once they are in the view, the target's positions."""
+        self.view.rope = None
         eyes = self.runner.eyes
-        if eyes and eyes is not self._eyes:
+        if not (eyes and eyes.sections):
+            return
+        if eyes is not self._eyes:
             eyes.attach_head(self.view, self.head.module.layers)
             self._eyes = eyes
-        if eyes:
-            eyes.turn_head(self.view, spans, shift)
+        if any(span.state.images for span in spans):
+            turn(self.view, spans, [span.rows for span in spans], shift)
 
     def write(self, rows: HeadInput) -> None:
         """Write K and V of final rows."""

@@ -52,9 +52,12 @@ def settings_of(
     }
     variables, public = {}, {}
     for variable, text in agent["variables"].items():
-        variables[variable] = Template(text).substitute(values)
+        value = Template(text).substitute(values)
+        if text and not value:
+            continue  # nothing to say; where the table has none, the agent must not have any either
+        variables[variable] = value
         if text != "$key":
-            public[variable] = variables[variable]
+            public[variable] = value
     values["variables"] = json.dumps({"env": public}, indent=2)
     return variables, [Template(text).substitute(values) for text in agent.get("flags", ())]
 
@@ -99,8 +102,7 @@ def launch(
         info = json.load(response)
         context = int(info["context_window"])
         sees = "image" in info.get("input_modalities", ())
-        found, flags = settings_of(agent, server, key or "none", info["id"], context, sees)
-        variables = {name: value for name, value in found.items() if value}
+        variables, flags = settings_of(agent, server, key or "none", info["id"], context, sees)
     words = args or []
     if words[:1] == ["--"]:
         del words[0]

@@ -133,7 +133,8 @@ def test_one_answer(
     with caplog.at_level(logging.ERROR):
         found = answers(place[1], sent)
         assert answers(place[1], post(SIZE))[0][0] == 200  # the next honest client
-    assert not caplog.records
+    # Another test's server may still say what it answered.
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     if not found and len(sent) > 1 << 18:
         return  # closed in the middle of it, which resets the connection
     assert [status for status, _ in found] in [[status] for status in statuses], found

@@ -11,6 +11,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +33,7 @@ from mlxspec.speculate.controller import AcceptanceRates, Controller, Costs, Pro
 from mlxspec.speculate.heads.drafter import HeadDrafter  # noqa: E402
 from mlxspec.speculate.ngram import CONTEXT, MAX_MATCH, Corpus, Lookup  # noqa: E402
 from mlxspec.speculate.proposer import Proposer  # noqa: E402
+from mlxspec.training.collect import answers_to, tokens_of  # noqa: E402
 from mlxspec.types import MAX_DEPTH, Request, Sampling  # noqa: E402
 
 TOGETHER = 8  # requests at once while drafts are collected
@@ -69,8 +72,7 @@ class Round:
 
 def right_ones(drafted: Sequence[int], answer: Sequence[int]) -> int:
     """How many drafted tokens are right: those before the first that is wrong."""
-    pairs = zip(drafted, answer, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(answer)))
+    return sum(takewhile(bool, map(eq, drafted, answer)))
 
 
 # ---- what rounds would take
@@ -208,7 +210,9 @@ def collect(
             bar(n, len(names))
             engine.proposer = proposer
             stops = frozenset(model.tokenizer.eos_token_ids)
-            tokens = run(engine, [Request(name, tuple(prompt), most, Sampling(0.0), stops)])
+            request = Request(name, tuple(prompt), most, Sampling(0.0), stops)
+            [(_, answer)] = answers_to(engine, [request])
+            tokens = tokens_of(answer)
             engine.proposer = collector
             collector.known, collector.found = [*prompt, *tokens], {}
             requests = [
@@ -221,20 +225,10 @@ def collect(
                 for i in range(len(tokens) - 1)
             ]
             for first in range(0, len(requests), TOGETHER):
-                run(engine, requests[first : first + TOGETHER])
+                list(answers_to(engine, requests[first : first + TOGETHER]))
             right = [collector.found.get(len(prompt) + i, 0) for i in range(len(tokens))]
             answers.append(Answer(prompt, tokens, right))
     return answers, Replay(proposer.costs, head.costs, head.name, head.head.depth)
-
-
-def run(engine: Any, requests: Sequence[Request]) -> list[int]:
-    """All tokens of the answers."""
-    for request in requests:
-        engine.add(request)
-    tokens: list[int] = []
-    while engine.busy:
-        tokens += [token for output in engine.step() for token in output.tokens]
-    return tokens
 
 
 def main() -> None:

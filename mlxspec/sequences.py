@@ -189,6 +189,7 @@ class Seq:
     @property
     def remaining(self) -> int:
         """Rows left to compute."""
+        # Not by `known`: each step asks this of every sequence several times.
         return len(self.tokens) + self.pending - self.computed
 
     @property

@@ -217,9 +217,10 @@ def fill_view(view: View, spans: Spans, shift: Shift, length: int = 0) -> None:
         view.positions = view.positions + shift[mx.array(owners)]
     all_tables: dict[int | None, list[list[int]]] = {}
     for i, window in enumerate(view.num_blocks):
-        tables = [e.tables[i] for e in spans]
         if length:
             tables = [_padded_table(e, i, length, size=size) for e in spans]
+        else:
+            tables = [e.tables[i] for e in spans]
         all_tables[window] = tables
         if shift is None:
             slots = []

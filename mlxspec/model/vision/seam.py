@@ -204,9 +204,8 @@ class Eyes:
         ends: dict[int, int] = {}  # by row: the last position that it sees, if that is another's
         first = 0
         for span, count in zip(spans, counts, strict=True):
-            stop = span.start + span.count
             for image in span.state.images:
-                if image.start < stop and span.start < image.stop:
+                if _overlap(span, image):
                     rows, part = _part_of(span, image)
                     index += [first + row for row in rows]
                     if image.both_ways and rows:
@@ -226,12 +225,7 @@ class Eyes:
 def turn(view: View, spans: Spans, counts: Sequence[int], shift: Array | None) -> None:
     """Put the positions for rope of the spans' rows, `counts` each, into the view: in three axes
     where some are rows of an image. `shift` as for `Eyes.look`."""
-    inside = [
-        image.start < span.start + span.count and span.start < image.stop
-        for span in spans
-        for image in span.state.images
-    ]
-    if any(inside):
+    if any(_overlap(span, image) for span in spans for image in span.state.images):
         axes = [positions_of(span, count) for span, count in zip(spans, counts, strict=True)]
         view.rope = mx.array(np.concatenate(axes, axis=1))
         if shift is not None:
@@ -244,6 +238,11 @@ def turn(view: View, spans: Spans, counts: Sequence[int], shift: Array | None) -
 def _attach(modules: Iterable[Any], view: View) -> None:
     for module in modules:
         object.__setattr__(module, "_image_view", view)
+
+
+def _overlap(span: Span, image: ImageSpan) -> bool:
+    """Whether some of a span's rows, its draft aside, are an image's."""
+    return image.start < span.start + span.count and span.start < image.stop
 
 
 def _part_of(span: Span, image: ImageSpan) -> tuple[list[int], slice]:
